@@ -1,1 +1,1 @@
-"""What is measured of kernels and of whole engines: one command a module, ``python -m benchmarks.ROOM.NAME``."""
+"""Benchmarks of kernels and of whole engines. Each module is a command: ``python -m benchmarks.FOLDER.NAME``."""

@@ -1,11 +1,11 @@
-"""README's RULER table again, from a fresh clone: runs what it was made with, and shows each figure beside the recorded
-one, on the same samples.
+"""Reproduces README's RULER table from a fresh clone: runs the same evaluations, and shows each new figure beside the
+recorded one, both on the same samples.
 
     make reproduce                                   # SmolLM2's rows, in results/reproduce
     python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
 
-Needs the extra ``eval``, which ``make reproduce`` installs, and for Qwen's rows its GGUF file (``--qwen``). Goes on
-where it was stopped.
+It needs the extra ``eval``, which ``make reproduce`` installs. Qwen's columns need its GGUF file (``--qwen``). A run
+that was stopped continues from its last answer.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ POLICIES = (
     "turbo:prefill=sparse",
     "turbo:prefill=sparse,sampled=0.75,budget=1024",
 )
-"""The table's rows; their labels in records have ``@1024`` for the budget."""
+"""The table's rows. In the records, the label of the last policy has ``@1024`` for its budget."""
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
 
 Sample = tuple[str, str]
-"""Task and id."""
+"""A sample's task and id."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Column:
     """A column of the table.
 
     Attributes:
-        model: its name in the table.
-        folder: of the records, and of the new answers.
-        length: of the samples.
-        flags: of the command, that say which model.
+        model: the model's name in the table.
+        folder: name of the folder of the recorded answers, and of the folder of the new ones.
+        length: tokens of the samples.
+        flags: flags of ``shadowkv eval`` that choose the model.
     """
 
     model: str
@@ -56,22 +56,23 @@ class Column:
     flags: tuple[str, ...]
 
     def recorded(self) -> dict[str, dict[Sample, float]]:
-        """Scores of the record, by label of the policy and sample."""
+        """Returns the recorded scores at this column's length, by the policy's label and by sample."""
         return scores(self.predictions(), self.length)
 
     def predictions(self) -> list[Prediction]:
-        """The record, all lengths."""
+        """Returns the recorded answers in the folder, of all lengths."""
         return read_predictions(RECORDED / self.folder)
 
     def seconds(self) -> float:
-        """What it took when it was recorded: prefills, which policies of a run share, and what each took by itself."""
+        """Returns the seconds that the recorded run took: the prefills, which the policies of a run share, and each
+        policy's own time."""
         own = [prediction for prediction in self.predictions() if prediction.length == self.length]
         prefills = {(one.task, one.id, one.prefill_seconds or 0.0) for one in own}
         return sum(seconds for _, _, seconds in prefills) + sum(one.seconds for one in own)
 
 
 def columns(qwen: Path | None) -> list[Column]:
-    """README's columns; Qwen's where there is its file."""
+    """Returns README's columns. Qwen's columns are included only if its file is given."""
     found = [
         Column("SmolLM2-135M", folder, length, ("--model", "smollm2-135m-64k"))
         for folder, length in (("ruler_smollm2", 16384), ("ruler_smollm2", 32768), ("ruler_64k_smollm2", 65536))
@@ -85,12 +86,12 @@ def columns(qwen: Path | None) -> list[Column]:
 
 
 def label(policy: str) -> str:
-    """How predictions name a policy."""
+    """Returns a policy's label in predictions."""
     return policy.replace(",budget=1024", "@1024")
 
 
 def scores(predictions: Iterable[Prediction], length: int) -> dict[str, dict[Sample, float]]:
-    """By label of the policy and sample."""
+    """Returns the scores at a length, by the policy's label and by sample."""
     found: dict[str, dict[Sample, float]] = defaultdict(dict)
     for one in predictions:
         if one.length == length:
@@ -99,7 +100,8 @@ def scores(predictions: Iterable[Prediction], length: int) -> dict[str, dict[Sam
 
 
 def commands(column: Column, policies: Sequence[str], samples: int | None, out: Path) -> list[list[str]]:
-    """The runs of a column: policies that were asked the same tasks share their prefills."""
+    """Returns the commands of a column's runs. Policies with the same recorded tasks are in one run and share its
+    prefills."""
     recorded, runs = column.recorded(), defaultdict(list)
     for policy in policies:
         asked = recorded.get(label(policy))
@@ -112,7 +114,7 @@ def commands(column: Column, policies: Sequence[str], samples: int | None, out: 
 
 
 def number_of_samples(asked: Iterable[Sample]) -> int:
-    """Samples of the task that has most."""
+    """Returns the number of samples of the task that has the most."""
     counts: dict[str, int] = defaultdict(int)
     for task, _ in asked:
         counts[task] += 1
@@ -120,8 +122,9 @@ def number_of_samples(asked: Iterable[Sample]) -> int:
 
 
 def cell(policy: str, new: dict[str, dict[Sample, float]], recorded: dict[str, dict[Sample, float]]) -> str:
-    """A policy's score, or its difference to ``full``, in points, and in brackets the recorded one: over the samples
-    that all four have. Then how far new scores are from recorded ones, sample by sample, with its standard error."""
+    """Returns a policy's score (for ``full``) or difference to ``full``, in points, with the recorded figure in
+    brackets. Both are over the samples that have new and recorded answers of the policy and of ``full``. Then follows
+    the mean change of a sample's score since the record, with its standard error."""
     name, base = label(policy), label(POLICIES[0])
     shared = sorted(set(new[name]) & set(new[base]) & set(recorded[name]) & set(recorded[base]))
     if not shared:
@@ -139,7 +142,7 @@ def cell(policy: str, new: dict[str, dict[Sample, float]], recorded: dict[str, d
 
 
 def table(chosen: Sequence[Column], out: Path) -> str:
-    """The table, in Markdown."""
+    """Returns the table in Markdown."""
     lines = [
         "RULER, seed 51: scores of `full` and differences to it in points, in brackets README's, over the same samples."
         " Then the mean change of a sample's score since README's run ± its standard error.\n",

@@ -1,1 +1,1 @@
-"""Tables, single figures and plots of README.md and docs/, written from benchmarks/results."""
+"""Writes the tables, single figures and plots in README.md and docs/ from the files in benchmarks/results."""

@@ -1,12 +1,13 @@
-"""Writes tables, single figures and plots of README.md and docs/ from benchmarks/results; ``--check`` only compares.
+"""Writes the tables, single figures and plots in README.md and docs/ from benchmarks/results; ``--check`` only
+compares.
 
-A place is marked in the Markdown, either around a table or within a sentence::
+Two comments in the Markdown mark a place for a figure, around a table or within a sentence::
 
     <!-- figures: gain turbo 61440 -->9.8×<!-- end -->
 
-The first word is a name in ``FIGURES`` of ``speed.py``, ``models.py`` or ``answers.py`` in this folder, the others are
-what its function is called with. A plot is ``docs/figures/NAME.svg``, of ``PLOTS`` in ``plots.py``; only plots whose
-figures have changed are drawn.
+The first word after ``figures:`` is a name in ``FIGURES`` of ``speed.py``, ``models.py`` or ``answers.py`` in this
+folder. The other words are the arguments of its function. A plot is a file ``docs/figures/NAME.svg``, where NAME is a
+key of ``PLOTS`` in ``plots.py``. Only plots whose figures have changed are drawn again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ FIGURES: dict[str, Callable[..., str]] = speed.FIGURES | models.FIGURES | answer
 
 
 def fill(text: str, figures: dict[str, Callable[..., str]]) -> str:
-    """A page with its marked places filled.
+    """Returns a page with its marked places filled.
 
     Raises:
-        KeyError: a place has a name that no figure has.
-        ValueError: a place within a sentence begins a line, where Markdown would take all of the line for HTML.
+        KeyError: if a place has a name that no figure has.
+        ValueError: if a place within a sentence begins a line. Markdown would take the whole line for HTML.
     """
 
     def place(match: re.Match[str]) -> str:
@@ -47,7 +48,7 @@ def fill(text: str, figures: dict[str, Callable[..., str]]) -> str:
 
 
 def pages() -> list[Path]:
-    """README.md and what is in docs/."""
+    """Returns README.md and all pages in docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

@@ -1,4 +1,5 @@
-"""Figures of what compression costs in answers: RULER, distributions, lengths of answers."""
+"""Figures of the quality that answers lose by compression: RULER's scores, next-token distributions, and lengths of
+answers."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ POLICIES = {
 
 
 def held_out() -> str:
-    """The table of README: differences of the default to ``full`` on a held-out seed."""
+    """README's table of RULER scores on a held-out seed: the score of ``full``, and the default's difference to it."""
     rows = []
     for column, (folder, length) in HELD_OUT.items():
         rows.append([column, *(str(ruler(folder)[length, "all", kv]) for kv in POLICIES.values())])
@@ -36,11 +37,11 @@ def held_out() -> str:
 
 
 FOUR_SEEDS = "h200/ruler_four_seeds"
-"""RULER at 32K with today's defaults: SmolLM2, 1,300 samples of four held-out seeds."""
+"""Folder of RULER at 32K with today's defaults: SmolLM2, 1,300 samples from four held-out seeds."""
 
 
 def four_seeds() -> str:
-    """What each part of today's default costs."""
+    """Table of the points that each part of today's default costs."""
     policies = {
         "`full`, sparse prefill": "full:prefill=sparse",
         "`turbo:keys=dense,values=dense`, dense prefill: selection alone": "turbo:keys=dense,values=dense",
@@ -53,7 +54,7 @@ def four_seeds() -> str:
 
 
 def four_seeds_loss() -> str:
-    """What the default loses, in points."""
+    """The points that the default loses to ``full``."""
     difference = pooled(FOUR_SEEDS)[DEFAULT].difference
     assert difference is not None
     return f"{-difference[0]:.1f}"
@@ -65,7 +66,8 @@ def _cell(folder: str, length: int, task: str, policy: str) -> str:
 
 
 def differences(folder: str, length: str, *tasks: str) -> str:
-    """Every policy of an evaluation: differences on some tasks and over all."""
+    """Table of all policies of an evaluation: differences to ``full`` on ``tasks``, or over all tasks if none are
+    given."""
     have = ruler(folder)
     policies = dict.fromkeys(policy for at, _, policy in have if at == int(length))
     shown = tasks or ("all",)
@@ -78,7 +80,7 @@ def differences(folder: str, length: str, *tasks: str) -> str:
 
 
 def difference(folder: str, length: str, policy: str, task: str = "all") -> str:
-    """One of them, for a sentence."""
+    """One cell of ``differences``, for use in a sentence."""
     return str(ruler(folder)[int(length), task, policy]).strip("*")
 
 
@@ -87,7 +89,7 @@ SEED_0 = {"16K": ("h200/ruler_seed_0", 16384), "32K": ("h200/ruler_seed_0", 3276
 
 
 def by_seed(columns: dict[str, tuple[str, int]], policies: tuple[str, ...]) -> str:
-    """Differences of policies with dense prefill."""
+    """Table of differences to ``full`` of policies with dense prefill."""
     rows = []
     for policy in policies:
         cells = (_cell(folder, length, "all", policy) for folder, length in columns.values())
@@ -131,7 +133,7 @@ def _speed(kv: str) -> str:
 
 
 def kl_32k() -> str:
-    """KL to ``full`` at 32K, by model and kind of texts."""
+    """Table of the KL to ``full`` at 32K, by model and kind of text."""
     folders = {"Qwen": "h200/fidelity_32k_qwen", "SmolLM2": "h200/fidelity_32k_smollm2"}
     rows = []
     for label, kv in tuple(POLICIES.items())[1:]:
@@ -145,7 +147,7 @@ def kl_32k() -> str:
 
 
 def fidelity() -> str:
-    """KL and likeliest tokens of every policy at 16K."""
+    """Table of every policy at 16K: KL to ``full``, and how often the likeliest token is the same."""
     path, fp8 = "h200/fidelity/fidelity.csv", {found["kv"]: found for found in lines("h200/fidelity_fp8/fidelity.csv")}
     rows = []
     for found in lines(path):
@@ -160,7 +162,7 @@ EIGHT_BITS = "turbo:rank=256,values=lloyd-8bit,keys=low-rank-int8@1024"
 
 
 def gemma() -> str:
-    """A model with windows and a single kv head."""
+    """Table of RULER's scores for a model with sliding windows and a single kv head."""
     columns = {
         "4K": ("h200/ruler_gemma", 4096),
         "8K": ("h200/ruler_gemma", 8192),
@@ -182,7 +184,7 @@ def gemma() -> str:
 
 
 def lengths() -> str:
-    """Lengths and ends of open-ended answers."""
+    """Table of open-ended answers: how long they are, and how they end."""
     rows = []
     for name, folder in (("SmolLM2", "h200/open_ended_smollm2"), ("Qwen", "h200/open_ended_qwen")):
         for length in (16384, 32768):
@@ -199,7 +201,7 @@ def lengths() -> str:
 
 
 def kinds() -> str:
-    """Distributions and drafts on texts other than essays, on a CPU."""
+    """Table for texts other than essays, measured on a CPU: KL to ``full``, and accepted drafts."""
     rows = []
     for kind in ("code", "logs", "tables"):
         for kv in ("fp8", "turbo"):
@@ -220,7 +222,7 @@ def _difference(found: dict[str, str], name: str, scale: float, form: str) -> st
 
 
 def budgets() -> str:
-    """RULER at 16K by budget."""
+    """Table of RULER's scores at 16K, by policy and budget."""
     folder, shares = "h200/ruler_budgets", {"0.4 %": ("@0.004", "@0.004"), "0.8 %": ("@0.008", "@0.008")}
     shares |= {"1.56 %": ("@0.0156", ""), "3.1 %": ("@0.031", "@0.03125"), "6.25 %": ("@0.0625", "@0.0625")}
     rows = []

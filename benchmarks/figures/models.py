@@ -1,4 +1,5 @@
-"""Figures of weights in few bits, mixtures of experts and models with windows on an H200, and of CPUs."""
+"""Figures of quantized weights, of mixtures of experts and of models with sliding windows, all on an H200; and figures
+of CPUs."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ CONTEXTS = (61440, 124928)
 
 
 def weights() -> str:
-    """Llama-3.1-8B with weights in every form."""
+    """Table of Llama-3.1-8B's speed with weights in every format."""
 
     def row(label: str, **where: str) -> list[str]:
         lines = {int(found["context"]): found for found in matching(WEIGHTS, model="llama-3.1-8b", **where)}
         size, first = lines[1024]["weights_gib"], lines[61440]["ttft_s"]
         speeds = [_speed(lines[context]) for context in CONTEXTS]
         one = f"{float(lines[1024]['step_ms']):.2f} ms"
-        compared = where["format"] in ("bfloat16", "int4-g128", "fp8-g128", "mxfp4")  # with the same blocks in prompts
+        compared = where["format"] in ("bfloat16", "int4-g128", "fp8-g128", "mxfp4")  # with the same blocks in prefills
         shown = seconds(float(first)) if first and compared else NONE
         return [label, f"{float(size):.1f}" if size else NONE, *speeds, one, shown]
 
@@ -43,7 +44,8 @@ def _speed(found: dict[str, str]) -> str:
 
 
 def weights_ratio(numerator: str, denominator: str, context: str, column: str = "tokens_per_s") -> str:
-    """Quotient of two figures of Llama-3.1-8B, of a format and a policy each: ``int4-g128,turbo``."""
+    """Quotient of two figures of Llama-3.1-8B. Numerator and denominator each name a format and a policy, as
+    ``int4-g128,turbo``."""
     values = []
     for pair in (numerator, denominator):
         form, kv = pair.split(",")
@@ -62,7 +64,7 @@ WRITTEN = {"bfloat16": "bfloat16", "int4-g128": "int4", "mxfp4": "MXFP4"}
 
 
 def models() -> str:
-    """Mixtures of experts and models with windows."""
+    """Table of the speed of mixtures of experts and models with sliding windows."""
     rows = []
     for model, name in NAMED.items():
         for form in dict.fromkeys(found["format"] for found in matching(MODELS, model=model)):
@@ -94,12 +96,12 @@ PEERS = {
 
 
 def peer(model: str, case: str, figure: str, kind: str = "ratio median") -> float:
-    """A figure of a run beside llama.cpp; ratios are of ours to llama.cpp's."""
+    """A figure of a run in which llama.cpp's server ran beside ours. Ratios are our figure divided by llama.cpp's."""
     return float(report(f"cpu/{PEERS[model, case]}.json")["summary"][case][figure][kind])
 
 
 def cpus() -> str:
-    """Beside llama.cpp with two threads each, medians."""
+    """Table of medians of our server and of llama.cpp's, with two threads each."""
     rows = []
     for model, case in PEERS:
         each = [f"{peer(model, case, 'tpot', f'{engine} median'):.1f}" for engine in ("shadowkv", "llama.cpp")]
@@ -119,7 +121,7 @@ def cpus() -> str:
 
 
 def frontend() -> str:
-    """The HTTP process without an engine."""
+    """Table of the HTTP process, measured without an engine."""
     found = report("cpu/frontend.json")
     rows = []
     for case in ("paced", "overload"):

@@ -1,4 +1,4 @@
-"""Plots of README.md and docs/benchmarks, as SVG that can be read on light and on dark pages."""
+"""Plots of README.md and docs/benchmarks, as SVG files that can be read on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.figures.answers import DEFAULT, FOUR_SEEDS, HELD_OUT
 from benchmarks.figures.results import number, pooled, report, ruler, whole
 
 INK = "#808080"
-"""Of text and lines: as far from white as from black."""
+"""Colour of text and lines: a grey as far from white as from black."""
 
 Values = tuple[float, ...]
 
@@ -21,12 +21,14 @@ class Plot(NamedTuple):
     """What a plot shows.
 
     Attributes:
-        kind: lines over contexts; bars, of groups one below another; or points with their intervals, likewise.
-        label: of the values.
-        series: lines: pairs of a context and a value. Bars and intervals: a value for each group, of intervals with its
-            bounds; an empty tuple where there is none.
+        kind: ``lines`` over contexts; ``bars`` in groups, one group below another; or ``intervals``, points with their
+            intervals in such groups.
+        label: the label of the axis of values.
+        series: for each label of a series, a list. ``lines``: pairs of a context and a value. ``bars``: a value for
+            each group. ``intervals``: for each group a value with its bounds, or an empty tuple if there is none.
         groups: names of the groups.
-        logarithmic: whether bars are points on a logarithmic axis; lines have two such axes.
+        logarithmic: whether ``bars`` are drawn as points on a logarithmic axis. ``lines`` always have two logarithmic
+            axes.
     """
 
     kind: Literal["lines", "bars", "intervals"]
@@ -36,7 +38,7 @@ class Plot(NamedTuple):
     logarithmic: bool = False
 
     def figures(self) -> str:
-        """All that is drawn, as it stands in the description of the SVG file."""
+        """Returns all that is drawn, as JSON. The SVG file has this text as its description."""
         return json.dumps([self.kind, self.label, self.series, self.groups, self.logarithmic], ensure_ascii=False)
 
 
@@ -62,12 +64,12 @@ def prompts() -> Plot:
         points = ((context, speed.first_token(kv, prefill, context, *rest)) for context in speed.CONTEXTS)
         name = label.replace("`", "").replace("--", "").replace(" 0.26.0", "")
         series[name] = [(context, value) for context, value in points if value is not None]
-    del series["turbo, prefill dense"]  # hardly beside full's
+    del series["turbo, prefill dense"]  # hardly differs from full's
     return Plot("lines", "seconds to the first token", series)
 
 
 def serving() -> Plot:
-    """Mean time to the first token in every case, of both servers."""
+    """Mean time to the first token in every case, for both servers."""
     cases = {
         "poisson": "12 short requests a second",
         "limits": "21 short requests a second",
@@ -84,7 +86,7 @@ def serving() -> Plot:
 
 
 def reuse() -> Plot:
-    """Chats and questions about documents that were read before."""
+    """Times for chats and questions about documents that the engine computed before."""
 
     def found(engine: str, case: str, column: str) -> Values:
         return (number(speed.REUSE, column, engine=engine, case=case, reuse="on", tokens=61440),)
@@ -101,7 +103,8 @@ def reuse() -> Plot:
 
 
 def answers() -> Plot:
-    """What today's default and sparse prefill alone lose on held-out seeds, then the same of the former defaults."""
+    """Points of RULER that the default, and sparse prefill alone, lose on held-out seeds: first today's defaults, then
+    the former ones."""
     series: dict[str, list[Values]] = {}
     for label, kv in (("turbo, sparse prefill", DEFAULT), ("full, sparse prefill", "full:prefill=sparse")):
         former = (ruler(folder)[length, "all", kv] for folder, length in HELD_OUT.values())
@@ -111,7 +114,7 @@ def answers() -> Plot:
 
 
 def budgets() -> Plot:
-    """RULER by the share of the context that a step attends to."""
+    """RULER's scores by the share of the context that a step attends to."""
     series: dict[str, list[Values]] = {}
     shares = (0.4, 0.8, 1.56, 3.1, 6.25)
     for policy in ("turbo", "shadowkv", "quest"):
@@ -127,7 +130,7 @@ def budgets() -> Plot:
 
 
 def weights() -> Plot:
-    """Decode speed by the form of weights."""
+    """Decode speed by the format of weights."""
     shown = {form: label.split(",")[0].split(" by groups")[0] for form, label in models.FORMATS.items()}
     shown["fp8-g128"], shown["fp8"] = "fp8 by groups", "fp8 by rows"
     series: dict[str, list[Values]] = {
@@ -141,7 +144,7 @@ def weights() -> Plot:
 
 
 def gpus() -> Plot:
-    """Two cards beside one, by what a client sees."""
+    """Times that a client sees, of a server on two cards and on one."""
     series: dict[str, list[Values]] = {}
     for label, name in (("two cards", "two_cards"), ("one card", "one_card")):
         rate = report(f"h200/two_cards/{name}-rate.json")
@@ -151,7 +154,7 @@ def gpus() -> Plot:
 
 
 def cpus() -> Plot:
-    """Time a token beside llama.cpp."""
+    """Time per token of our server and of llama.cpp's."""
     series: dict[str, list[Values]] = {
         engine: [(models.peer(*pair, "tpot", f"{engine} median"),) for pair in models.PEERS]
         for engine in ("shadowkv", "llama.cpp")
@@ -174,11 +177,12 @@ PLOTS: dict[str, Callable[[], Plot]] = {
 
 COLOURS = {"turbo": "#d62728", "full": "#8c8c8c", "vLLM": "#9467bd", "quest": "#2ca02c", "llama.cpp": "#9467bd"}
 COLOURS |= {"the paper": "#1f77b4", "shadowkv": "#d62728", "two cards": "#d62728", "one card": "#8c8c8c"}
-"""Of lines by the first word or words of their labels; what begins like another one is dashed or hatched."""
+"""Colours of series by the beginning of their labels. If an earlier series has the same colour, a line is dashed and a
+bar is paler."""
 
 
 def draw(plot: Plot, path: Path) -> None:
-    """Writes a plot as SVG without a background, and what it shows as the file's description."""
+    """Writes a plot as SVG without a background. The file's description has the plotted figures."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -200,7 +204,7 @@ def draw(plot: Plot, path: Path) -> None:
 
 
 def _colours(labels: list[str]) -> dict[str, tuple[str, bool]]:
-    """The colour of each label, and whether an earlier one has it too."""
+    """Returns the colour of each label, and whether an earlier label has the same colour."""
     colours: dict[str, tuple[str, bool]] = {}
     for label in labels:
         colour = next(COLOURS[start] for start in COLOURS if label.startswith(start))
@@ -220,7 +224,7 @@ def _lines(axis: Any, plot: Plot) -> None:
 
 
 def _set_logarithmic(axis: Any, steps: tuple[int, ...]) -> None:
-    """Labels at so many times powers of ten of a logarithmic axis."""
+    """Labels a logarithmic axis at ``steps`` times the powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=steps))
@@ -229,7 +233,8 @@ def _set_logarithmic(axis: Any, steps: tuple[int, ...]) -> None:
 
 
 def _rows(plot: Plot) -> tuple[list[str], list[float]]:
-    """Labels of the series, and how far from a group's middle the rows of each are."""
+    """Returns the labels of the series, and for each series the distance of its rows from the middle of their
+    groups."""
     labels = list(plot.series)
     return labels, [0.8 * ((row + 0.5) / len(labels) - 0.5) for row in range(len(labels))]
 
@@ -241,7 +246,7 @@ def _bars(axis: Any, plot: Plot) -> None:
         colour, again = colours[label]
         places = [row + offset for row in range(len(plot.groups))]
         lengths = [values[0] for values in plot.series[label]]
-        if plot.logarithmic:  # a bar would have no meaning: the axis has no zero
+        if plot.logarithmic:  # points and not bars, because the axis has no zero
             axis.plot(lengths, places, linestyle="", marker="o", markersize=7, color=colour, label=label)
         else:
             axis.barh(places, lengths, 0.8 / len(labels), color=colour, alpha=0.55 if again else 0.9, label=label)

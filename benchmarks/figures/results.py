@@ -1,4 +1,4 @@
-"""Reads figures out of benchmarks/results, and writes numbers the way that tables show them."""
+"""Reads figures from benchmarks/results, and formats numbers for tables."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from shadowkv.eval.reports.summary import ALL, by_cell, labels, score, values
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NONE = "–"
-"""What a cell holds that was not measured."""
+"""Content of a cell whose figure was not measured."""
 
 
 @functools.cache
 def lines(path: str) -> tuple[dict[str, str], ...]:
-    """Lines of a CSV file in benchmarks/results."""
+    """Returns the lines of a CSV file in benchmarks/results."""
     with (RESULTS / path).open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))
 
 
 @functools.cache
 def report(path: str) -> Any:
-    """A JSON file in benchmarks/results."""
+    """Returns the content of a JSON file in benchmarks/results."""
     return json.loads((RESULTS / path).read_text(encoding="utf-8"))
 
 
 def matching(path: str, **where: object) -> list[dict[str, str]]:
-    """Lines of a CSV file with these values; numbers are compared as numbers."""
+    """Returns the lines of a CSV file whose columns have the values ``where``. Numbers are compared as numbers."""
     return [line for line in lines(path) if all(_equal(line[column], value) for column, value in where.items())]
 
 
 def line(path: str, **where: object) -> dict[str, str]:
-    """The line of a CSV file with these values.
+    """Returns the only line of a CSV file whose columns have the values ``where``.
 
     Raises:
-        LookupError: none or several have them.
+        LookupError: if no line or several lines have these values.
     """
     found = matching(path, **where)
     if len(found) != 1:
@@ -52,7 +52,7 @@ def line(path: str, **where: object) -> dict[str, str]:
 
 
 def number(path: str, column: str, **where: object) -> float:
-    """A figure of a CSV file, from the only line with these values."""
+    """Returns a figure of a CSV file, from the only line whose columns have the values ``where``."""
     return float(line(path, **where)[column])
 
 
@@ -61,15 +61,17 @@ def _equal(text: str, value: object) -> bool:
 
 
 class Score(NamedTuple):
-    """A policy's score on a task or on all, in per cent, and its paired difference to ``full`` with a 95 % interval, in
-    points; ``full`` has no difference. ``decimals`` are those of the difference that are shown."""
+    """A policy's score on one task or over all tasks, in per cent, and its paired difference to ``full`` with the
+    bounds of a 95 % interval, in points. ``full`` has no difference. ``decimals`` is the number of decimals with which
+    the difference is shown."""
 
     score: float
     difference: tuple[float, float, float] | None
     decimals: int = 1
 
     def __str__(self) -> str:
-        """The difference and its interval, bold where that excludes 0; of ``full`` the score."""
+        """Returns the difference and its interval, in bold if the interval excludes 0. For ``full``, returns the
+        score."""
         if self.difference is None:
             return f"{self.score:.1f}"
         points, low, high = (signed(value, self.decimals) for value in self.difference)
@@ -82,8 +84,8 @@ SCORE = re.compile(r"([\d.]+) ± [\d.]+(?: \(([+-][\d.]+), ([+-][\d.]+) to ([+-]
 
 @functools.cache
 def ruler(folder: str) -> dict[tuple[int, str, str], Score]:
-    """Scores by length, task (``all``: over all of them) and policy, from the ``summary.md`` of an evaluation in a
-    folder of benchmarks/results."""
+    """Returns scores by length, task (``all`` means over all tasks) and policy. They are read from the ``summary.md``
+    of an evaluation in a folder of benchmarks/results."""
     parts = (
         [cell.strip() for cell in line.strip().strip("|").split("|")]
         for line in (RESULTS / folder / "summary.md").read_text(encoding="utf-8").splitlines()
@@ -102,8 +104,8 @@ def ruler(folder: str) -> dict[tuple[int, str, str], Score]:
 
 @functools.cache
 def pooled(folder: str) -> dict[str, Score]:
-    """Scores by policy over all tasks and seeds. The folder of benchmarks/results has an evaluation of one length for
-    each seed."""
+    """Returns scores by policy over all tasks and seeds. The folder in benchmarks/results has one evaluation per seed,
+    all of the same length."""
     predictions = [answer for seed in sorted((RESULTS / folder).iterdir()) for answer in read_predictions(seed)]
     (cell,) = (answers for (_, task), answers in by_cell(predictions).items() if task == ALL)
     scores = {}
@@ -118,28 +120,28 @@ def pooled(folder: str) -> dict[str, Score]:
 
 
 def signed(value: float, decimals: int = 1) -> str:
-    """Points with a sign and so many decimals; zero without a sign."""
+    """Returns points as text with a sign and ``decimals`` decimals. Zero has no sign."""
     text = f"{value:+.{decimals}f}"
     return text if float(text) else text[1:]
 
 
 def whole(value: float) -> str:
-    """A number without decimals, in groups of three digits."""
+    """Returns a number as text without decimals, with commas between groups of three digits."""
     return f"{value:,.0f}"
 
 
 def seconds(value: float) -> str:
-    """Seconds in three digits or so."""
+    """Returns seconds as text with about three digits."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s"
 
 
 def times(value: float) -> str:
-    """A ratio as ``1.23×``, from 3 on with one decimal."""
+    """Returns a ratio as text, such as ``1.23×``; from 3 on it has one decimal."""
     return f"{value:.1f}×" if value >= 3 else f"{value:.2f}×"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown. Columns of numbers are on the right, but for the first one."""
+    """Returns a table in Markdown. Columns of numbers are aligned to the right, except the first column."""
     lines = [list(head), *map(list, rows)]
     numbers = [all(re.match(r"[-+*\d–]", cell) for cell in column) for column in zip(*lines[1:], strict=True)]
     numbers[0] = False

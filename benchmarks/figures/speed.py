@@ -1,4 +1,4 @@
-"""Figures of decode steps, prompts, servers and prompts that come again, all on H100s and H200s."""
+"""Speed of decode steps, of prompts, of servers and of reused prompts, all on H100s and H200s."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ REUSE = "h200/reuse/summary.csv"
 VLLM = "vllm 0.26.0"
 
 Cell = tuple[float, int] | None
-"""Decode tokens per second at the largest batch, and its sequences; None where that was not measured."""
+"""Decode tokens per second at the largest batch, and the number of sequences of this batch. None if it was not
+measured."""
 
 
 def one(path: str, column: str, form: str, *where: str) -> str:
-    """A single figure: its file in benchmarks/results, its column or key, Python's format, and for a CSV file what the
-    line has in other columns."""
+    """Returns a single figure as text in Python's format ``form``. ``path`` is a file in benchmarks/results, and
+    ``column`` its column or key. For a CSV file, ``where`` has values of other columns of the line, as
+    ``NAME=VALUE``."""
     if path.endswith(".json"):
         return format(float(report(path)[column]), form)
     return format(number(path, column, **dict(pair.split("=", 1) for pair in where)), form)
 
 
 def decode_cell(kv: str, context: int, folder: str = THROUGHPUT) -> Cell:
-    """Of a policy at a context, in a folder of ``benchmarks.sweeps.throughput``."""
+    """Returns the cell of a policy at a context, from a folder that ``benchmarks.sweeps.throughput`` wrote."""
     if context == CONTEXTS[-1] and folder == THROUGHPUT:
         folder = "h200/throughput_1m"
     return _largest(f"{folder}/summary.csv", kv, context)
 
 
 def vllm_cell(kv: str, context: int) -> Cell:
-    """Of vLLM, whose ``kv`` is ``bf16`` or ``fp8``."""
+    """Returns vLLM's cell at a context. ``kv`` is ``bf16`` or ``fp8``."""
     return _largest(f"{THROUGHPUT}/vllm.csv", kv, context)
 
 
@@ -56,7 +58,7 @@ def _largest(path: str, kv: str, context: int) -> Cell:
 
 
 def _cells(cells: Iterable[Cell], full: Iterable[Cell]) -> list[str]:
-    """Cells with their speeds relative to ``full``'s."""
+    """Returns cells as text, with their speeds relative to those of ``full``."""
     texts = []
     for cell, base in zip(cells, full, strict=True):
         gain = f", {times(cell[0] / base[0])}" if cell and base and cell != base else ""
@@ -65,7 +67,7 @@ def _cells(cells: Iterable[Cell], full: Iterable[Cell]) -> list[str]:
 
 
 def decode() -> str:
-    """Every policy's decode speed on an H200."""
+    """Table of every policy's decode speed on an H200."""
     full = [decode_cell("full", context) for context in CONTEXTS]
     rows = [["`full`, bfloat16 cache", *_cells(full, full)]]
 
@@ -81,7 +83,7 @@ def decode() -> str:
 
 
 def decode_h100() -> str:
-    """The same on an H100."""
+    """Table of decode speeds on an H100."""
     folder, contexts = "h100/throughput", CONTEXTS[:2]
     full = [decode_cell("full", context, folder) for context in contexts]
     rows = [
@@ -92,7 +94,7 @@ def decode_h100() -> str:
 
 
 def gain(kv: str, context: str, base: str = "full", folder: str = THROUGHPUT) -> str:
-    """How many times as fast a policy decodes as another."""
+    """Returns the decode speed of the policy ``kv`` divided by that of the policy ``base``."""
     cell, full = decode_cell(kv, int(context), folder), decode_cell(base, int(context), folder)
     if cell is None or full is None:
         raise LookupError(f"{folder} has not both {kv} and {base} at {context}")
@@ -100,7 +102,8 @@ def gain(kv: str, context: str, base: str = "full", folder: str = THROUGHPUT) ->
 
 
 def batch_gain(batch: str) -> str:
-    """How many times as fast ``turbo`` decodes as ``full`` at 61,440 tokens, with equally many sequences."""
+    """Returns the decode speed of ``turbo`` divided by that of ``full`` at 61,440 tokens, both with ``batch``
+    sequences."""
     speeds = (
         number(f"{THROUGHPUT}/summary.csv", "decode_tokens_per_s", kv=kv, context=61440, batch=int(batch))
         for kv in ("turbo", "full")
@@ -111,13 +114,13 @@ def batch_gain(batch: str) -> str:
 def first_token(
     kv: str, prefill: str, context: int, quantization: str = "none", engine: str = "shadowkv"
 ) -> float | None:
-    """Seconds to the first token of a prompt, or None where that was not measured."""
+    """Returns the seconds to the first token of a prompt. None if they were not measured."""
     where = {"engine": engine, "kv": kv, "prefill": prefill, "quantization": quantization, "context": context}
     return float(line(PREFILL, **where)["ttft_s"]) if matching(PREFILL, **where) else None
 
 
 def first(kv: str, prefill: str, context: str) -> str:
-    """Seconds to the first token with a decimal, for a sentence."""
+    """Returns the seconds to the first token with one decimal, for use in a sentence."""
     value = first_token(kv, prefill, int(context))
     if value is None:
         raise LookupError(f"{PREFILL} has no {kv} with {prefill} prefill at {context}")
@@ -131,11 +134,12 @@ PROMPTS = {
     "`turbo`, sparse": ("turbo", "auto"),
     "`turbo`, sparse, `--quantization fp8`": ("turbo", "auto", "fp8"),
 }
-"""Policy and prefill, then quantization and engine, of each row of the table of prompts."""
+"""For each row of the table of prompts: policy and prefill, then, if they differ from the defaults, quantization and
+engine."""
 
 
 def prompts() -> str:
-    """Seconds to the first token by length, and the share of blocks that sparse prefills attend to."""
+    """Table of the seconds to the first token by length, and of the share of blocks that sparse prefills attend to."""
     rows = []
     for label, (kv, prefill, *rest) in PROMPTS.items():
         times_to_first = (first_token(kv, prefill, context, *rest) for context in CONTEXTS)
@@ -147,7 +151,7 @@ def prompts() -> str:
 
 
 def jobs() -> str:
-    """Many requests offered at once."""
+    """Table of many requests that arrive at once."""
     path, rows = "h200/mixed/summary.csv", []
     for requests, size, answer, quantization in (
         (64, 8192, 128, "none"),
@@ -169,7 +173,7 @@ CASES = ("poisson", "limits", "at-once", "long", "mixed-short", "mixed-long")
 
 
 def serving() -> str:
-    """What a client sees of each server, in every case."""
+    """Table of what a client sees of each server, in every case."""
     rows = []
     for case in CASES:
         for engine, label in ENGINES.items():
@@ -188,7 +192,7 @@ def _precise(value: float) -> str:
 
 
 def serving_short() -> str:
-    """README's choice of the same."""
+    """README's table: a few cases and figures of ``serving``."""
 
     def cell(engine: str, case: str, *columns: str) -> str:
         return " / ".join(_precise(number(SERVING, column, engine=engine, case=case)) for column in columns)
@@ -228,7 +232,7 @@ def readme_speed() -> str:
 
 
 def reuse() -> str:
-    """Prompts that come again."""
+    """Table of prompts that were computed before."""
 
     def ours(case: str, tokens: int = 61440, on: str = "on") -> dict[str, str]:
         return line(REUSE, case=case, engine="shadowkv", reuse=on, tokens=tokens)
@@ -258,12 +262,12 @@ def reuse() -> str:
 
 
 def hit(tier: str, engine: str = "shadowkv") -> str:
-    """Share of the prompt tokens of the chats that were found on a tier."""
+    """Returns the share of the chats' prompt tokens that were found on a tier."""
     return f"{100 * number(REUSE, f'hit_rate_{tier}', case='trace', engine=engine, reuse='on'):.0f} %"
 
 
 def http_cost() -> str:
-    """Milliseconds of the mean first token that HTTP takes."""
+    """Returns the milliseconds that HTTP adds to the mean time to the first token."""
     with_it, without = (
         number(SERVING, "ttft_mean_ms", engine=engine, case="poisson") for engine in ("shadowkv", "shadowkv-direct")
     )
@@ -280,7 +284,7 @@ TWO_CARDS = {
 
 
 def two_cards() -> str:
-    """A server on two cards, and on one."""
+    """Table of a server on two cards, and on one."""
     rows = []
     for label, name in TWO_CARDS.items():
         rate, once = (report(f"h200/two_cards/{name}-{case}.json") for case in ("rate", "at-once"))
@@ -298,7 +302,7 @@ def two_cards() -> str:
 
 
 def ranks() -> str:
-    """Steps and prompts of 61,440 tokens on one card and on two."""
+    """Table of decode steps and prompts of 61,440 tokens, on one card and on two."""
     case, path = "llama-3.1-8b, auto prefill, {}", "h200/two_cards/ranks.csv"
 
     def cells(gpus: int) -> list[str]:
@@ -318,7 +322,7 @@ MIXES = ("1x1000000,40x61440", "1x124928,63x2048", "8x124928,48x8192", "4x249856
 
 
 def mixes() -> str:
-    """Steps of rows of several lengths, now and before."""
+    """Table of decode steps whose rows have different lengths, with the present code and with earlier code."""
     rows = []
     for mix in MIXES:
         now, before = (report(f"h200/mixes/{folder}llama-3-8b-1m_turbo_{mix}.json") for folder in ("", "before/"))

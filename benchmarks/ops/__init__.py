@@ -1,1 +1,1 @@
-"""Kernels by themselves, on a GPU: times, and what the hardware would allow."""
+"""Times of single kernels, compared with the times that the hardware would allow."""

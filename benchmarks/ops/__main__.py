@@ -1,7 +1,8 @@
-"""Benches of single ops: ``python -m benchmarks.ops NAME [--cases N] [--out FILE]`` prints rows of every shape.
+"""Benches of single ops: ``python -m benchmarks.ops NAME [--cases N] [--out FILE]`` prints rows of results for every
+shape.
 
-Every result is checked against the op's reference, or against another backend, before it is timed. Times are medians
-over replays of a CUDA graph of several calls.
+Every result is checked against the op's reference, or against another backend, before it is timed. On a GPU, times are
+medians over replays of a CUDA graph that has several calls.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ MODULES = {
     "grouped_matmul": "experts",
     "grouped_quantized_matmul": "experts",
 }
-"""Benches, and the modules of this folder that have them: Triton and CUDA are imported for a bench that needs them."""
+"""Benches, and the modules in this folder that have them. A module is imported only for its own benches, because some
+import Triton."""
 
 
 def main(argv: list[str] | None = None) -> int:

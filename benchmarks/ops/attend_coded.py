@@ -1,10 +1,11 @@
-"""Attention over all coded tokens on a GPU: time of a call, bytes read per second, and its error.
+"""Attention over all coded tokens on a GPU: time of a call, bytes read per second, and error.
 
-Llama-3.1-8B's attention (32 query and 8 kv heads of 128), pages shuffled in an arena as in the KV cache.
-``attend_coded`` has keys and values in the formats that the CUDA kernel knows, with and without a mean of the keys, and
-the products with both rotations; its floor is the time of reading every byte once. ``attend_mixed`` has the preset
-``shard``'s mixed latents and vectors, on a Hopper; its floor is that of the product of latents and bases alone. The
-largest error is that of the first row against the reference in float32.
+The attention is Llama-3.1-8B's (32 query and 8 kv heads of 128). Pages are shuffled in an arena as in the KV cache. The
+bench ``attend_coded`` has keys and values in the formats that the CUDA kernel supports, with and without a mean of the
+keys. Its times include the products with both rotations, and its floor is the time to read every byte once. The bench
+``attend_mixed`` has the keys and values of the preset ``shard`` (mixed latents, codebook entries), on a Hopper GPU. Its
+floor is the time of the product of latents and bases alone. The error is the largest one of the first row, compared
+with the reference in float32.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ Call = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 
 
 def problem(case: Case) -> list[Call]:
-    """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes, rows full
-    or of random lengths, all in whole pages."""
+    """Returns the arguments of a call for each layer. Codes are random. Rows are full or of random lengths, in whole
+    pages. Layers have 1 GB in total, so that no call finds its bytes in the L2 cache."""
     baselines.register()
     rows, tokens, ragged, group, *names, centred = case
     columns, device = tokens // PAGE, torch.device("cuda")
@@ -90,7 +91,8 @@ def problem(case: Case) -> list[Call]:
 
 
 def fill(codec: RowCodec, codes: Tensor, scale: Tensor, pages: Tensor) -> None:
-    """Sets the scales of pages, whose codes are random, to realistic ones: those of rows with entries of about 1."""
+    """Sets the scales of pages with random codes to realistic ones: those of rows whose entries have a magnitude of
+    about 1."""
     if codec.id == CodecId.TQ3_0:
         blocks = codes[pages].unflatten(-1, (-1, 14))
         blocks[..., 12:] = (
@@ -98,7 +100,7 @@ def fill(codec: RowCodec, codes: Tensor, scale: Tensor, pages: Tensor) -> None:
         )
         codes[pages] = blocks.flatten(-2)
     elif codec.tile == PAGE:
-        rows = torch.randn(8, HEADS, PAGE, DIM, device=codes.device)  # all pages have the scales of these
+        rows = torch.randn(8, HEADS, PAGE, DIM, device=codes.device)  # pages get the scales of these in turn
         stored = codec.encode(rows, None)[1]
         scale[pages] = stored[torch.arange(len(pages), device=codes.device) % len(stored)]
     else:
@@ -106,7 +108,7 @@ def fill(codec: RowCodec, codes: Tensor, scale: Tensor, pages: Tensor) -> None:
 
 
 def error(call: Call) -> float:
-    """The largest error of the first row over its first 128 pages."""
+    """Returns the largest error of the first row, over its first 128 pages."""
     q, keys, values, begin, end = call
     sides = []
     for side in (keys, values):
@@ -141,8 +143,8 @@ def attend_coded(case: Case) -> list[Row]:
 
 
 PRODUCTS = 8e14
-"""Operations per second of matrix products in half precision on an H200, about what they reach."""
-MIXED_CASES = [  # rows, tokens, group, rank, bits of the rank's groups in turn
+"""Operations per second that matrix products in half precision reach on an H200, about."""
+MIXED_CASES = [  # rows, tokens, group, rank, bits of each 16 rank dimensions
     (32, 8192, 4, 192, (4,)),
     (32, 8192, 4, 192, (8, 6, 6, 4, 4, 4, 4, 4, 2, 2, 2, 2)),
     (32, 8192, 4, 160, (4,)),
@@ -156,7 +158,8 @@ MixedCall = tuple[Tensor, LatentKeys, CodedRows, Tensor, Tensor]
 
 
 def mixed_problem(case: MixedCase) -> list[MixedCall]:
-    """Arguments of a call per layer, layers of 1 GB in total, so that none is found in a cache: random codes."""
+    """Returns the arguments of a call for each layer, with random codes. Layers have 1 GB in total, so that no call
+    finds its bytes in the L2 cache."""
     rows, tokens, group, rank, bits = case
     columns, device = tokens // PAGE, torch.device("cuda")
     latent, vector = MixedLatents(), VectorRows()
@@ -190,7 +193,7 @@ def mixed_problem(case: MixedCase) -> list[MixedCall]:
 
 
 def mixed_error(call: MixedCall) -> float:
-    """The largest error of the first row over its first 64 pages."""
+    """Returns the largest error of the first row, over its first 64 pages."""
     q, keys, values, begin, end = call
     assert keys.mean is not None and values.states is not None
     first = {"pages": keys.pages[:1, :64], "states": keys.states[:1]}

@@ -1,8 +1,9 @@
 """Attention over selected chunks in CUDA: time per call, and bytes read per second.
 
-Llama-3.1-8B's attention (32 query and 8 kv heads of 128, rank 160) over random chunks of sequences, in ascending order,
-on shuffled pages. Each call of a graph selects other chunks, so that none finds its bytes in the second-level cache.
-Bytes are latents and values once per token and kv head, the basis once per sequence and the selection.
+The attention is Llama-3.1-8B's (32 query and 8 kv heads of 128, rank 160). It goes over random chunks, in ascending
+order, of sequences on shuffled pages. Each call of a CUDA graph selects other chunks, so that no call finds its bytes
+in the L2 cache. Counted bytes: latents and values once per selected token and kv head, the basis once per sequence, and
+the selection.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from shadowkv.ops.page import PAGE
 
 HEADS, GROUP, DIM, RANK = 8, 4, 128, 160
 COLD = 200 << 20
-"""Bytes that the calls of a graph read in total at least; the cache holds 50 MiB."""
+"""Minimum number of bytes that the calls of a graph read in total. The L2 cache has 50 MiB."""
 
 Case = tuple[int, int, int, int, str, str]
 OF_TURBO = ((63, 61440), (37, 124928), (1, 61440), (1, 124928), (15, 249856))
-"""Rows and tokens of steps of the default policy."""
+"""Rows and tokens of decode steps with the default policy."""
 CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
     *(
         (batch, length, selected_by_turbo(length), 1, "int4", values)
@@ -44,13 +45,13 @@ CASES: list[Case] = [  # rows, tokens, selected, chunk, keys, values
 LATENTS: dict[str, LatentCodec] = {"int4": Int4Latents(), "bf16": DenseLatents()}
 
 WIDTHS = {"4-bit": 4, "3-bit": 3, "2-bit": 2, "bf16": 16}
-"""Bits of an entry of a value."""
+"""Bits per dimension of a value."""
 
 Call = tuple[torch.Tensor, KeySource, ValueSource, torch.Tensor]
 
 
 def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values: str) -> list[Call]:
-    """Arguments of some calls over the same pages."""
+    """Returns the arguments of several calls over the same pages."""
     chunks, device = PAGE // chunk, torch.device("cuda")
     codec = LATENTS[keys]
     row, stored = codec.field(RANK, torch.bfloat16)
@@ -70,7 +71,7 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
             if view[name].dtype == torch.bfloat16:
                 view[name][part] = torch.randn(len(part), *view[name].shape[1:], device=device).bfloat16()
     basis = torch.randn(batch, RANK, HEADS, DIM, device=device) / RANK**0.5
-    if codec.largest:  # random codes have a standard deviation of 1 / 3**0.5 of the largest
+    if codec.largest:  # random codes have a standard deviation of the largest code / 3**0.5
         basis *= (3**0.5 / codec.largest_codes(RANK, device))[:, None, None]
     mean = torch.randn(batch, HEADS, DIM, device=device)
     rotary = RotaryTables(RopeConfig(DIM, theta=500000.0), length, device)
@@ -91,20 +92,20 @@ def problem(batch: int, length: int, budget: int, chunk: int, keys: str, values:
 
 
 def nbytes(batch: int, budget: int, chunk: int, keys: str, values: str) -> int:
-    """Bytes that a call has to read."""
+    """Returns the number of bytes that a call has to read."""
     row, dtype = LATENTS[keys].field(RANK, torch.bfloat16)
     token = row * dtype.itemsize + DIM * WIDTHS[values] // 8 + (0 if values == "bf16" else 2)
     return batch * HEADS * (budget * token + budget // chunk * 8 + RANK * DIM * 2)
 
 
 def backend_of(call: Call) -> ModuleType:
-    """The backend that is chosen for such a call here."""
+    """Returns the backend that the engine would choose for this call on this GPU."""
     latents = isinstance(call[1], LatentKeys) and call[1].codec.id == CodecId.LATENT_INT4
     return cuda_sm90 if latents and isinstance(call[2], CodedRows) and not cuda_sm90.missing() else cuda
 
 
 def check(call: Call) -> None:
-    """Ends the program if the kernel's error is more than rounding, on the first row."""
+    """Ends the program if the kernel's error in the first row is larger than rounding explains."""
     q, k, v, selected = call
     out, lse = backend_of(call).attend_selected(*call)
     assert isinstance(k, LatentKeys)

@@ -1,8 +1,9 @@
-"""Exact attention by every backend that is here, this package's, PyTorch's, FlashInfer's and flash-attn's: a table of
-prompts, packs and decode steps.
+"""Exact attention by every available backend of this package, PyTorch, FlashInfer and flash-attn: a table of prompts,
+packed prompts and decode steps.
 
-``python -m benchmarks.ops.attention_backends --out attention.csv``; FlashInfer compiles its kernels first, and without
-a GPU sizes are tiny. It has not run on a GPU yet. Every result is checked against the first backend's of its row.
+``python -m benchmarks.ops.attention_backends --out attention.csv``; FlashInfer compiles its kernels in the first call.
+Without a GPU, sizes are tiny. This bench has not run on a GPU yet. Every result is checked against that of the first
+backend for the same case.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.registry import LIBRARIES, PREFERENCE, choose
 
 HEADS, GROUP = 8, 4
-"""kv heads, and query heads of each: Llama-3.1-8B's."""
+"""Llama-3.1-8B's number of kv heads, and of query heads per kv head."""
 DIMS = (64, 128, 256)
 PROMPTS = {"cuda": [(8192, 8192), (8192, 65536)], "cpu": [(33, 33), (20, 70)]}
-"""Queries, and keys up to the last of them: prompts are computed in blocks of 8,192."""
+"""Number of queries, and number of keys up to the last query. Prompts are computed in blocks of 8,192."""
 PACKS = {"cuda": [[1024] * 8, [4095, 2000, 1000, 500, 300, 200, 97], [64] * 128], "cpu": [[5, 40, 1]]}
 STEPS = {"cuda": [(32, 61440)], "cpu": [(2, 130)]}
-"""Sequences, and tokens of each."""
+"""Number of sequences, and tokens of each sequence."""
 SLOW = ("reference", "cuda_masked")
-"""Not measured on a GPU."""
+"""Backends that are not measured on a GPU, because they are slow."""
 LARGE_PAGE = 256
-"""Tokens of a page: flash-attn takes multiples of it alone."""
+"""Tokens of a page for flash-attn, whose pages must be multiples of this."""
 ROUNDS = 5
 COLUMNS = ("op", "case", "head_dim", "backend", "ms", "first_ms", "tflops", "gb_s", "error", "gpu", "commit")
 
@@ -46,7 +47,7 @@ Ways = dict[str, Callable[[], Tensor]]
 
 
 def functions(op: str, dim: int, device: str) -> Iterator[tuple[str, Callable[..., object]]]:
-    """The backends of an op that serve here, by name."""
+    """Yields the backends of an op that are available here: names and functions."""
     case = Case(frozenset({op}), dtype(device), dim, HEADS * GROUP, HEADS, dim)
     for name in (*PREFERENCE[device], *LIBRARIES.values()):
         if device == "cuda" and name in SLOW:
@@ -62,7 +63,7 @@ def dtype(device: str) -> torch.dtype:
 
 
 def prompt(n: int, m: int, dim: int, device: str) -> Ways:
-    """The last n of m positions."""
+    """Returns each backend's attention for a block of a prompt: the queries are the last n of m positions."""
     q = torch.randn(n, HEADS * GROUP, dim, device=device).to(dtype(device))
     k, v = torch.randn(2, m, HEADS, dim, device=device).to(dtype(device))
     found = functions("dense_attention.causal", dim, device)
@@ -79,9 +80,10 @@ def pack(lengths: list[int], dim: int, device: str) -> Ways:
 
 
 def step(batch: int, length: int, dim: int, device: str) -> Ways:
-    """A query for each of several sequences of one length, whose pages are shuffled. The other packages are no backends
-    of this op: FlashInfer has to plan on the host when lengths change, flash-attn takes other pages. PyTorch has copies
-    of all keys and values side by side."""
+    """Returns each backend's attention for a decode step: one query for each of several sequences of one length, on
+    shuffled pages. The other packages are not backends of this op, because FlashInfer must plan on the host when
+    lengths change, and flash-attn needs pages of another size. They are added here. PyTorch gets contiguous copies of
+    all keys and values."""
     width = -(-length // PAGE)
     q = torch.randn(batch, HEADS * GROUP, dim, device=device).to(dtype(device))
     k, v = (torch.randn(batch * width, HEADS, PAGE, dim, device=device, dtype=dtype(device)) for _ in range(2))
@@ -99,7 +101,7 @@ def step(batch: int, length: int, dim: int, device: str) -> Ways:
 
 
 def planned_step(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int) -> Callable[[], Tensor]:
-    """FlashInfer's decode over those pages, planned before."""
+    """Returns FlashInfer's attention for the decode step, planned in advance."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     batch, width = pages.shape
@@ -113,7 +115,8 @@ def planned_step(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, length: int) ->
 
 
 def large_pages_step(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """flash-attn's decode over k, v [B, m, H, d] in pages of 256 tokens."""
+    """Returns flash-attn's attention for a decode step over k and v [B, m, H, d] (B sequences, m tokens, H kv heads, d
+    dimensions), in pages of 256 tokens."""
     from flash_attn import flash_attn_with_kvcache
 
     (batch, length), page_ids = k.shape[:2], torch.arange(k.shape[0] * k.shape[1] // LARGE_PAGE, device=k.device)
@@ -124,7 +127,8 @@ def large_pages_step(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
 
 
 def milliseconds(call: Callable[[], object], device: str) -> float:
-    """Of a call, launched as a prefill's are: the median of rounds of several, without a graph."""
+    """Returns the time of a call, as the median over rounds of several calls. Calls are launched without a CUDA graph,
+    as in a prefill."""
     times = []
     for _ in range(ROUNDS + 1):
         if device == "cpu":
@@ -143,8 +147,8 @@ def milliseconds(call: Callable[[], object], device: str) -> float:
 
 
 def rows(op: str, case: str, dim: int, ways: Ways, work: float, device: str) -> Iterator[dict[str, object]]:
-    """A row for each way; one that fails has its error. ``work`` is of a call, in floating-point operations for
-    prompts and in bytes of keys and values for steps."""
+    """Yields a row for each backend in ``ways``. The row of a backend that fails has its error message. ``work`` is the
+    work of one call: floating-point operations for prompts, bytes of keys and values for decode steps."""
     expected: Tensor | None = None
     for backend, call in ways.items():
         row: dict[str, object] = {"op": op, "case": case, "head_dim": dim, "backend": backend}
@@ -166,7 +170,7 @@ def rows(op: str, case: str, dim: int, ways: Ways, work: float, device: str) -> 
 
 
 def table(device: str, dims: list[int]) -> Iterator[dict[str, object]]:
-    """All rows, dim by dim."""
+    """Yields all rows, one head dimension after another."""
     for dim in dims:
         pair = 4 * HEADS * GROUP * dim
         for n, m in PROMPTS[device]:
@@ -185,7 +189,7 @@ def table(device: str, dims: list[int]) -> Iterator[dict[str, object]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit status, 1 where a backend failed."""
+    """Command line. Returns the exit status, which is 1 if a backend failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     parser.add_argument("--dims", type=int, nargs="+", default=list(DIMS), help="head dims (default: %(default)s)")

@@ -1,8 +1,10 @@
-"""Selection by chunk means on a GPU: scores of landmarks, in bfloat16 and in eight bits, and the ragged top-k.
+"""Selection by chunk means on a GPU: scores of landmarks in bfloat16 and in 8 bits, and the top-k over rows of
+different lengths.
 
-Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of scores: landmarks, their scales
-and the excluded bits of all pages; float32 logits are written as well. Counted bytes of the top-k: the logits, of which
-calls have copies that together exceed the L2 cache.
+Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of scores are the landmarks, their
+scales and the flags of excluded chunks, of all pages; the float32 logits, which are written, are not counted. Counted
+bytes of the top-k are the logits. Calls get different copies of the logits, which together are larger than the L2
+cache.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ SELECTED = [  # rows, tokens, chunk, budget; 8 kv heads, 4 query heads of each, 
 
 
 def landmarks_of(dtype: torch.dtype, rows: int, tokens: int, heads: int, group: int, dim: int) -> tuple[Tensor, ...]:
-    """The arguments of a call."""
+    """Returns the arguments of a call."""
     columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
@@ -77,7 +79,7 @@ def chunk_mean_scores(case: tuple[int, int, int, int, int]) -> list[Row]:
 
 
 def check(logits: Tensor, lse: Tensor, selected: Tensor, budget: Tensor, k: int) -> None:
-    """Ends the program if the chosen shares are not the reference's."""
+    """Raises an error if the selected chunks' shares of attention differ from those of the reference's chunks."""
     scores = (logits - lse.logsumexp(-1, keepdim=True)).amax(2)
     expected = reference.select_top_chunks(logits, lse, budget, k)
     for chunks in (selected, expected):

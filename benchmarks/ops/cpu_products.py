@@ -1,4 +1,4 @@
-"""Products with weights in every form on a CPU, one thread, against float32 weights: processor time and bits a weight.
+"""Products with weights in every format on one CPU thread, beside float32 weights: processor time and bits per weight.
 
 ``python -m benchmarks.ops.cpu_products --out products.csv``
 """
@@ -24,7 +24,8 @@ ROWS, COLUMNS, ROUNDS = 8192, 2048, 20
 
 
 def nanoseconds(product: Callable[[], object]) -> float:
-    """Of processor time a weight, the least of several rounds: others may have the caches meanwhile."""
+    """Returns the processor time per weight. It is the least of several rounds, because other processes may use the
+    caches in some."""
     times = []
     for _ in range(ROUNDS + 1):
         start = time.process_time()
@@ -34,7 +35,7 @@ def nanoseconds(product: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """One line for each form and number of tokens."""
+    """Writes a line for each format and number of tokens. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--out", type=Path, required=True)

@@ -1,4 +1,5 @@
-"""Both products of a layer's experts: plain, by each kernel, and in every form that stays as it is on a GPU."""
+"""Both matrix products of a layer's experts: in bfloat16 by each kernel, and in every format that stays quantized on a
+GPU."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from shadowkv.ops.quantized_matmul.humming import compile_kernels
 
 TOKENS = (1, 4, 16, 64, 512, 1024, 2048, 4096)
 ROUTINGS = 16
-"""So many draws of experts one after the other: those of one token would stay in the cache."""
+"""Number of random choices of experts that are timed one after another. The few experts of one choice would stay in the
+L2 cache."""
 
 
 class Layer(NamedTuple):
-    """Experts of a layer, how many a token is given to, and their sizes."""
+    """Number of experts of a layer, number of experts per token, and the sizes of an expert's matrices."""
 
     experts: int
     per_token: int
@@ -43,7 +45,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, Product, int]:
-    """That of random matrices, the reference's, and bytes of an expert as they are read."""
+    """Returns the product with random matrices, the reference's product with the same matrices, and the bytes that are
+    read per expert."""
     device = torch.device("cuda")
     if form == "bfloat16":
         plain = torch.randn(experts, rows, columns, device=device, dtype=torch.bfloat16).mul_(columns**-0.5)
@@ -66,7 +69,8 @@ def product(form: str, experts: int, rows: int, columns: int) -> tuple[Product, 
 
 
 def routed(layer: Layer, tokens: int) -> Tensor:
-    """Offsets where all experts are chosen equally often, each token's being different ones."""
+    """Returns the experts' offsets for a random choice of different experts for each token. All experts are equally
+    likely."""
     chosen = torch.rand(tokens, layer.experts, device="cuda").topk(layer.per_token).indices
     counts = chosen.flatten().bincount(minlength=layer.experts)
     return torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
@@ -74,8 +78,8 @@ def routed(layer: Layer, tokens: int) -> Tensor:
 
 @bench(list(LAYERS), lambda: torch.cuda.is_available() and not cuda.missing())
 def grouped_matmul(model: str) -> list[Row]:
-    """Rows by tokens, in bfloat16: microseconds of Triton's tiles and of PyTorch's kernel, and those of reading the
-    weights of the experts that are touched."""
+    """A row for each number of tokens, in bfloat16: microseconds of the Triton kernel, of PyTorch's kernel, and of only
+    reading the weights of the experts that have tokens."""
     layer, found = LAYERS[model], list[Row]()
     shapes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
     weights = [torch.randn(layer.experts, *shape, device="cuda").mul_(shape[1] ** -0.5).bfloat16() for shape in shapes]
@@ -101,7 +105,8 @@ def grouped_matmul(model: str) -> list[Row]:
 
 @bench(CASES, lambda: not humming.missing())
 def grouped_quantized_matmul(case: tuple[str, str]) -> list[Row]:
-    """Rows by tokens: experts that they touch, bytes of these, and the share of the speed at which memory is read."""
+    """A row for each number of tokens: the number of experts that have tokens, these experts' bytes, and the speed of
+    reading them as a share of the measured memory speed."""
     model, form = case
     layer = LAYERS[model]
     gate_up, gate_up_looped, first = product(form, layer.experts, 2 * layer.inner, layer.hidden)

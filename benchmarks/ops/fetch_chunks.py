@@ -1,9 +1,10 @@
-"""Fetches of selected chunks from pinned host memory, through a buffer of twice as many entries as are selected.
+"""Fetches of selected chunks from pinned host memory, through a buffer that has twice as many entries as chunks are
+selected.
 
-In streams of selections a set share repeats from step to step. Counted bytes are those of the measured misses; the
-floor is their time at 50.7 GB/s, the most that kernels reached over the bus. A share of 1 shows the cost when nothing
-is missing. Times are per call, of a graph of a whole stream; from its end to its start little repeats, hence hits below
-the share.
+From step to step, a set share of the selected chunks repeats. Counted bytes are those of the measured misses. The floor
+is the time for these bytes at 50.7 GB/s, the highest speed that kernels reached over the bus. A share of 1 shows the
+cost of a call without misses. A CUDA graph has all steps of a stream, and times are per step. Few chunks of the last
+step repeat in the first step of the next replay, so the hit rate is below the share.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ ROUNDS = 3
 
 @cache
 def arena() -> Tier:
-    """Random bytes in pinned memory."""
+    """Returns a tier of random bytes in pinned memory."""
     tier = Tier("host", 1, 2**20, 1024 * PINNED_GIB, torch.device("cuda"), pinned=True)
     tier.arena.view(torch.int64).random_()
     return tier
 
 
 def check(host: Tensor, pages: Tensor, slots: Tensor, selected: Tensor, buffer: ChunkBuffer, entries: Tensor) -> None:
-    """Ends the program if the buffer does not hold the selected chunks."""
+    """Raises an error if the buffer does not hold the selected chunks."""
     heads = torch.arange(HEADS, device="cuda")[:, None]
     rows = torch.arange(len(slots), device="cuda")[:, None, None]
     page = pages[rows, selected // host.shape[2]]

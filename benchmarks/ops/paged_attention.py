@@ -1,12 +1,12 @@
-"""Paged decode attention, every backend of a device: time per call and bytes of keys and values read per second.
+"""Paged decode attention by every backend of a device: time per call, and bytes of keys and values read per second.
 
-On a GPU Llama-3.1-8B's (32 query and 8 kv heads of 128); on the CPU SmolLM2's (9 query and 3 kv heads of 64) over pages
-of a pool much larger than the caches, by the host's clock, in rounds that alternate between backends. Every result is
-checked against a float64 softmax.
+On a GPU, the attention is Llama-3.1-8B's (32 query and 8 kv heads of 128). On a CPU, it is SmolLM2's (9 query and 3 kv
+heads of 64), over pages that together are much larger than the CPU's caches. CPU times are wall-clock times, in rounds
+that alternate between the backends. Every result is checked against a softmax in float64.
 
-``verified_rows`` has the rows that verify a draft, over all dense rows of compressed pages: 1, 4 and 8 rows of every
-sequence. ``rows`` gives each row a place of its own in the batch, as steps do. ``folded`` gives the kernel the rows of
-a sequence as further query heads of each kv head, so that thread blocks that read the same keys are neighbours.
+``verified_rows`` measures steps that verify drafts, with 1, 4 and 8 rows for every sequence, over exact keys and values
+in compressed pages. In ``rows``, each row is a row of the batch, as in engine steps. In ``folded``, the rows of a
+sequence are further query heads of each kv head, so that thread blocks that read the same keys are neighbours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shadowkv.ops.registry import PREFERENCE, Ops
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SHAPES = {"cpu": (3, 3, 64), "cuda": (8, 4, 128)}
-"""KV heads, query heads of each, and their dimensions."""
+"""Number of kv heads, query heads per kv head, and dimensions of a head."""
 ON_CUDA: dict[str, list[int]] = {
     "7 x 124928": [124928] * 7,
     "15 x 61440": [61440] * 15,
@@ -43,13 +43,14 @@ ON_CUDA: dict[str, list[int]] = {
 ON_CPU = {"48 x 64-960": [64 + round(i * (960 - 64) / 47) for i in range(48)], "1 x 8192": [8192]}
 ROUNDS = 9
 VERIFIED = [(1, 61440), (15, 61440), (7, 124928)]
-"""Sequences and the tokens of each: one, and the largest batches of ``full`` on an H200."""
+"""Number of sequences, and tokens of each sequence: a single one, and the largest batches of ``full`` on an H200."""
 ROWS_OF_SEQUENCE = (1, 4, 8)
 DenseCall = tuple[Tensor, DenseRows, DenseRows, Tensor, Tensor]
 
 
 def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
-    """Arguments of one call per layer, on views like the KV cache's; successive layers evict one another."""
+    """Returns the arguments of one call per layer, on views like the KV cache's. Each layer evicts the previous one
+    from the caches."""
     heads, group, dim = SHAPES[device]
     used = [-(-length // PAGE) for length in lengths]
     fields = [Field(name, (heads, PAGE, dim), dtype) for name in "kv"]
@@ -71,7 +72,7 @@ def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """A float64 softmax per sequence."""
+    """Returns attention computed with a float64 softmax for each sequence: outputs and log-sum-exps."""
     outs, sums = [], []
     for query, page_ids, rows in zip(q.double(), pages, counts):
         valid = (torch.arange(PAGE, device=q.device) < rows[:, None]).flatten()
@@ -83,8 +84,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tup
 
 
 def checked_backends(call: Call, device: str) -> dict[str, Callable[..., object]]:
-    """The backends that a device has here; ends the program if an error is more than rounding."""
-    # The reference asks the device for lengths, which a graph cannot capture.
+    """Returns the available backends of a device. Ends the program if a backend's error is larger than rounding
+    explains."""
+    # The reference copies lengths from the device, which a CUDA graph cannot capture.
     names = [name for name in PREFERENCE[device] if not (device == "cuda" and name == "reference")]
     exact, allowed, backends = plain(*call), 2e-5 if call[0].dtype == torch.float32 else 2e-2, {}
     for name in names:
@@ -101,14 +103,14 @@ def checked_backends(call: Call, device: str) -> dict[str, Callable[..., object]
 
 
 def bytes_read(lengths: list[int], dtype: torch.dtype, device: str) -> int:
-    """Of keys and values, each once."""
+    """Returns the bytes of all keys and values, each counted once."""
     heads, _, dim = SHAPES[device]
     return 2 * sum(lengths) * heads * dim * dtype.itemsize
 
 
 @bench([*ON_CUDA])
 def paged_attention(case: str) -> list[Row]:
-    """A row for each backend; graphs go over the layers four times."""
+    """A row for each backend. A CUDA graph goes over all layers four times."""
     lengths, dtype = ON_CUDA[case], torch.bfloat16
     calls, nbytes = problem(lengths, dtype, "cuda"), bytes_read(lengths, dtype, "cuda")
     rows: list[Row] = []
@@ -119,7 +121,7 @@ def paged_attention(case: str) -> list[Row]:
 
 
 def seconds(attend: Callable[..., object], calls: list[Call]) -> float:
-    """Of one call."""
+    """Returns the seconds of one call."""
     start = time.perf_counter()
     for call in calls:
         attend(*call)
@@ -142,7 +144,8 @@ def paged_attention_cpu(case: tuple[str, torch.dtype]) -> list[Row]:
 
 
 def folded(q: Tensor, rows: int, heads: int) -> Tensor:
-    """Turns queries [S * rows, H * G, d] into [S, H * rows * G, d], those of a kv head side by side."""
+    """Turns queries [S * rows, H * G, d] into [S, H * rows * G, d], with all queries of a kv head side by side (S
+    sequences, H kv heads, G query heads per kv head, d dimensions)."""
     return q.unflatten(0, (-1, rows)).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1, 3)
 
 
@@ -153,7 +156,7 @@ def unfolded(out: Tensor, rows: int, heads: int) -> Tensor:
 
 @bench(VERIFIED, lambda: not cuda_dense.missing())
 def verified_rows(case: tuple[int, int]) -> list[Row]:
-    """Rows of the table, after a check that both ways give the same."""
+    """A row for each kernel and number of rows, after a check that ``rows`` and ``folded`` give the same results."""
     from shadowkv.ops.attend_coded import triton
 
     count, tokens = case

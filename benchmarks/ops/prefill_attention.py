@@ -1,6 +1,6 @@
-"""Attention of exact prefills on a GPU: a block of queries over everything up to them, and packs of short prompts.
+"""Attention of dense prefills on a GPU: a block of queries over all keys up to them, and packed short prompts.
 
-Counted operations: 4 H_q d for each pair of a query and a key that it sees.
+Counted operations: 4 * H_q * d for each pair of a query and a key that it attends to (H_q query heads of d dimensions).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's cuDNN attention: over the keys before the queries, and over the queries' own, merged."""
+    """PyTorch's cuDNN attention, in two parts that are merged: over the keys before the queries, and over the queries'
+    own keys."""
     own = len(k) - len(q)
 
     def attended(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -64,13 +65,13 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def backends() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The op as chosen here, and PyTorch's; other packages' are in ``attention_backends.py``."""
+    """Returns the op's chosen backend, and PyTorch's kernels. ``attention_backends.py`` measures other packages."""
     return {"chosen": Ops("cuda").dense_attention, "flash": flash, "cudnn": cudnn}
 
 
 @bench(BLOCKS)
 def dense_attention(case: tuple[int, int, int, int, int]) -> list[Row]:
-    """A row for each backend; the time of the first call, in which cuDNN plans its kernels, is given separately."""
+    """A row for each backend. The first call, in which cuDNN plans its kernels, has a column of its own."""
     n, m, heads, group, dim = case
     q = torch.randn(n, heads * group, dim, device="cuda").bfloat16()
     k, v = torch.randn(2, m, heads, dim, device="cuda").bfloat16()
@@ -94,7 +95,8 @@ def dense_attention(case: tuple[int, int, int, int, int]) -> list[Row]:
 
 @bench(PACKS)
 def packed_attention(case: tuple[list[int], int, int, int]) -> list[Row]:
-    """A row for each way: the kernels for packs, flash attention over all, and a call for each prompt."""
+    """A row for each way: this package's kernels for packed prompts, PyTorch's flash attention for packed prompts, and
+    one call per prompt."""
     lengths, heads, group, dim = case
     bounds = [0, *accumulate(lengths)]
     q = torch.randn(bounds[-1], heads * group, dim, device="cuda").bfloat16()

@@ -1,8 +1,8 @@
-"""Coded rows on a GPU: time to store 61440 tokens of 8 heads, and bytes read and written per second.
+"""Coded rows on a GPU: time to store 61,440 tokens of 8 heads, and bytes read and written per second.
 
-Rows of one layer of exact pages go in pieces of 512 pages, as in compression, into pages of an arena. Rows in float32
-are keys with their mean subtracted. Counted bytes are rows, codes and scales. ``back us`` is the time to rebuild the
-same rows in bfloat16. Rebuilt rows of the first pages are checked against what the reference decodes of its own codes.
+Rows of one layer are coded 512 pages at a time, as in compression, into pages of an arena. Rows in float32 stand for
+keys whose mean has been subtracted. Counted bytes are rows, codes and scales. ``back us`` is the time to decode the
+same rows to bfloat16. Decoded rows of the first pages are checked against rows that the reference codes and decodes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampling of tokens on a GPU: time of a call, compared with taking the largest logit.
 
-Counted bytes are the logits, once. Calls go through copies of the logits that together exceed the L2 cache, as a step's
-own logits have not been read since they were written. ``spread`` is the standard deviation of the logits: with 1 nearly
-all tokens are candidates, with 4 a few thousand.
+Counted bytes are the logits, once. Calls get different copies of the logits, which together are larger than the L2
+cache, because in an engine step the logits are read for the first time. ``spread`` is the standard deviation of the
+logits: with 1, nearly all tokens are candidates; with 4, a few thousand are.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SETTINGS: dict[str, dict[str, float]] = {
     "temperature 0": {"temperature": 0.0},
 }
 CHECKED = 16
-"""Rows checked of each shape and setting: the reference takes them one by one."""
+"""Number of rows that are checked for each shape and setting. It is small because the reference samples row by row."""
 
 
 def parameters(rows: int, setting: dict[str, float]) -> Tensor:
-    """The same for all rows except for their uniform numbers."""
+    """Returns the sampling parameters. All rows have the same ones, except for their uniform random numbers."""
     usual = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0, "min_p": 0.0, **setting}
     columns = [torch.full((rows,), usual[name], dtype=torch.float64) for name in PARAMETERS[:-1]]
     return torch.stack([*columns, torch.rand(rows, dtype=torch.float64)], 1).cuda()
@@ -38,7 +38,7 @@ def parameters(rows: int, setting: dict[str, float]) -> Tensor:
 
 @bench(CASES)
 def sample_tokens(case: tuple[int, int, float]) -> list[Row]:
-    """A row of the table for every setting, and one for the largest logit."""
+    """A row for every setting, and one for taking the largest logit."""
     rows, vocabulary, spread = case
     logits = spread * torch.randn(rows, vocabulary, device="cuda")
     moved = logits.numel() * logits.element_size()

@@ -1,10 +1,12 @@
-"""Selection by a sketch on a GPU: coarse scores of signs, and the two-level selection of what they keep.
+"""Selection by a sketch on a GPU: coarse scores from the keys' signs (``sign_scores``), and the two-level selection
+that uses these scores (``select_by_sketch``).
 
-Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of ``sign_scores``: signs and scales
-of all valid pages; float16 scores, 1/68 of those bytes at head dim 128, are written as well. Each call follows one of
-``sketch_queries``, which is included and also timed alone. Counted bytes of ``select_by_sketch``: both planes and the
-scales of the kept runs, which are random ones, and the coarse scores; page ids and the result are extra. Where a call
-reads less than the second-level cache holds, each has its own rows. The first rows of every shape are checked.
+Pages are shuffled in an arena among other bytes, as in the KV cache. Counted bytes of ``sign_scores`` are the signs and
+scales of all valid pages. The float16 scores, which are written, are not counted; with heads of 128 dimensions they are
+1/68 of the counted bytes. Before each call, ``sketch_queries`` is called. Its time is included, and is also a column of
+its own. Counted bytes of ``select_by_sketch`` are the coarse scores, and both bit planes and the scales of the kept
+runs, which are random. Page ids and the result are not counted. If a call reads less than the L2 cache holds, each call
+has its own rows. The first rows of every shape are checked.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ SCORED = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
     (63, 61440, 8, 8, 128, False),
 ]
 UNCACHED_BYTES = 200e6
-PER_ROW = (1, 5, 6, 7)  # arguments with rows, besides the queries and samples
+PER_ROW = (1, 5, 6, 7)  # indices of arguments that have rows, besides queries and sampling
 SELECTED = [  # rows, tokens, kv heads, group, dim, policy
     (76, 61440, 8, 4, 128, "turbo"),
     (63, 61440, 8, 4, 128, "turbo:sampled=0.0"),
@@ -63,7 +65,8 @@ SELECTED = [  # rows, tokens, kv heads, group, dim, policy
 
 
 def signs_of(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: bool) -> tuple[Tensor, ...]:
-    """Queries, their maps and states and the other arguments of a call; rows are full, or of random lengths."""
+    """Returns queries, their maps and states, and the other arguments of a call. Rows are full, or of random lengths if
+    ``ragged``."""
     columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES,), torch.uint8),
@@ -81,7 +84,8 @@ def signs_of(rows: int, tokens: int, heads: int, group: int, dim: int, ragged: b
 
 
 def check_scores(args: tuple[Tensor, ...], scores: Tensor) -> None:
-    """Ends the program if two rows' errors are more than rounding."""
+    """Raises an error if the scores of the first two rows differ from the reference's by more than rounding
+    explains."""
     q, maps, states, signs, scale, pages, counts = args
     queries = sketch_queries(q[:2], maps, states[:2])
     exact = scores_reference.sign_scores(queries, signs, scale, pages[:2], counts[:2])
@@ -107,15 +111,15 @@ def sign_scores(case: tuple[int, int, int, int, int, bool]) -> list[Row]:
 
 
 def selected_by(kv: str, tokens: int) -> tuple[int, int, int]:
-    """Tokens of a chunk, how many chunks a step of a policy selects from a context, and how many of these are
-    sampled."""
+    """Returns the number of tokens of a chunk, the number of chunks that a decode step of the policy selects from a
+    context, and how many of these are sampled."""
     layout = Layout(preset(kv), ModelShape(1, 32, 8, 128), torch.bfloat16, tokens)
     budget = layout.spec.budget_chunks(np.array(tokens))
     return layout.spec.chunk, int(budget), int(layout.parts.index.sampled_chunks(budget, np.array(tokens)))
 
 
 def planes_of(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: int, budget: int, sampled: int) -> tuple:
-    """Arguments of a call; every row is full."""
+    """Returns the arguments of a call. Every row is full."""
     columns, device = tokens // PAGE, torch.device("cuda")
     fields = [
         Field("other", (OTHER_BYTES // 2,), torch.uint8),
@@ -139,21 +143,21 @@ def planes_of(rows: int, tokens: int, heads: int, group: int, dim: int, chunk: i
 
 
 def rows_of(args: tuple, rows: slice) -> tuple:
-    """The arguments of a call for some rows."""
+    """Returns the arguments of a call for a part of the rows."""
     parts = {field.name: getattr(args[0], field.name)[rows] for field in dataclasses.fields(SketchQueries)}
     sampling = args[-1] and Sampling(args[-1].counts[rows], args[-1].seeds[rows])
     return SketchQueries(**parts), *(x[rows] if i in PER_ROW else x for i, x in enumerate(args[1:-1], 1)), sampling
 
 
 def counted_bytes(heads: int, tokens: int, dim: int, chunk: int, budget: int) -> int:
-    """Bytes of coarse scores and of the kept runs of one row."""
+    """Returns the bytes of the coarse scores and of the kept runs of one row."""
     runs = int(select_reference.kept_runs(torch.tensor([tokens // PAGE]), torch.tensor([budget]), chunk))
     return heads * (tokens // 8 * 2 + runs * 8 * (2 * plane_bytes(dim) + 1))
 
 
 def check_selection(args: tuple, selected: Tensor) -> None:
-    """Ends the program if the first rows, without sampling, differ in more chunks than ties and rounding
-    explain."""
+    """Raises an error if a call without sampling selects other chunks in the first rows than the reference does, more
+    than ties and rounding explain."""
     exact, _ = select_reference.select_by_sketch(*rows_of(args, slice(2))[:-1])
     for own, expected in zip(selected[:2].flatten(0, 1), exact.flatten(0, 1)):
         assert len(own) == len(expected)

@@ -1,9 +1,10 @@
-"""Both halves of a sparse prefill on a GPU, 8192 queries over all keys before them: choosing blocks, and attending to
-those of a list, by backend.
+"""Both parts of a sparse prefill on a GPU, by backend: selecting blocks, and attending to listed blocks. 8192 queries
+go over all keys before them.
 
-Counted operations of the choice: 2 d for each pair of a sampled query and a key of the blocks that its tile may choose;
-of attention: 4 d for each pair of a query and a key of the listed blocks, including masked ones. What is checked first
-are the last tile of the first and the last query head.
+Counted operations of the selection are 2 * d for each pair of a sampled query and a key of the blocks that the query's
+tile may select (d dimensions of a head). Counted operations of attention are 4 * d for each pair of a query and a key
+of the listed blocks, including masked keys. Before timing, the last tile of the first and of the last query head is
+checked.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ QUERIES, HEADS, GROUP, DIM = 8192, 8, 4, 128
 CHECKED_HEADS = (0, HEADS * GROUP - 1)
 KEYS = (61440, 122880, 245760)
 LISTS = [(keys, density) for keys in KEYS for density in (0.05, 0.1, 0.2, 1.0)]
-"""Keys, and the share of blocks up to a tile that the tile attends to."""
+"""Number of keys, and the share of the blocks up to a tile that the tile attends to."""
 
 
 def backends(triton: ModuleType, cuda: ModuleType) -> dict[str, ModuleType]:
-    """The available ones of an op, by name."""
+    """Returns the available backends of an op, by name."""
     return {"triton": triton} | ({"cuda": cuda} if not cuda.missing() else {})
 
 
 def check_scores(scores: Tensor, q: Tensor, k: Tensor, sampled: Tensor) -> None:
-    """Raises if scores are not those of float64."""
+    """Raises an error if scores differ from those computed in float64."""
     end = (len(k) - BLOCK) // BLOCK - LOCAL_BLOCKS + 1
     tile = (QUERIES // BLOCK - 1) % select_triton.tiles_together(GROUP)
     for head in CHECKED_HEADS:
@@ -50,7 +51,8 @@ def check_scores(scores: Tensor, q: Tensor, k: Tensor, sampled: Tensor) -> None:
 
 @bench(KEYS)
 def select_blocks(keys: int) -> list[Row]:
-    """A row for each backend: ``score ms`` is the part that multiplies sampled queries with keys, ``ms`` the whole."""
+    """A row for each backend. ``ms`` is the time of the whole op, and ``score ms`` that of multiplying sampled queries
+    with keys."""
     q = torch.randn(QUERIES, HEADS * GROUP, DIM, device="cuda").bfloat16()
     k = torch.randn(keys, HEADS, DIM, device="cuda").bfloat16()
     sampled, scores = select_triton.sample_queries(q), select_triton.score_buffer(q, k)
@@ -73,8 +75,8 @@ def select_blocks(keys: int) -> list[Row]:
 
 
 def lists(keys: int, density: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Random blocks, their counts and weights, different for every tile of every query head; the first two blocks, the
-    last four and a tile's own are in all of them."""
+    """Returns lists of random blocks, their counts and their weights, different for every tile of every query head.
+    Every list has the first two blocks, the last four before the tile, and the tile's own block."""
     tiles, blocks = QUERIES // BLOCK, keys // BLOCK
     own = (keys - QUERIES) // BLOCK + torch.arange(tiles, device="cuda")[:, None]
     block = torch.arange(blocks, device="cuda")
@@ -87,7 +89,7 @@ def lists(keys: int, density: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_attention(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks) -> None:
-    """Raises if the output differs from the reference's."""
+    """Raises an error if the output differs from the reference's."""
     for head in CHECKED_HEADS:
         of, shared = slice(head, head + 1), slice(head // GROUP, head // GROUP + 1)
         listed = (x[of, -1:] for x in blocks)

@@ -1,4 +1,5 @@
-"""What benches of single ops share: a register, arenas like the KV cache's, and times of calls from CUDA graphs."""
+"""Functions that benches of single ops share: a registry of benches, arenas like the KV cache's, and times of calls in
+CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def selected_by_turbo(tokens: int) -> int:
 
 
 class Bench(NamedTuple):
-    """An op's shapes, what makes rows of one, and whether the op is available."""
+    """The shapes to measure, a function that measures one shape and returns rows of results, and a function that tells
+    whether the op is available."""
 
     cases: Sequence[Any]
     measure: Callable[[Any], list[Row]]
@@ -38,7 +40,7 @@ BENCHES: dict[str, Bench] = {}
 def bench(
     cases: Sequence[Any], available: Callable[[], bool] = torch.cuda.is_available
 ) -> Callable[[Callable[[Any], list[Row]]], Callable[[Any], list[Row]]]:
-    """Registers a function that measures a case, as the bench of its name."""
+    """Returns a decorator that registers a function as the bench of its name. The function measures one case."""
 
     def register(measure: Callable[[Any], list[Row]]) -> Callable[[Any], list[Row]]:
         BENCHES[measure.__name__] = Bench(cases, measure, available)
@@ -48,10 +50,11 @@ def bench(
 
 
 def arena(fields: Sequence[Field], rows: int, columns: int, most_layers: int = 1) -> tuple[dict[str, Tensor], Tensor]:
-    """Pages of random bytes on the GPU, as the KV cache has them.
+    """Allocates pages of random bytes on the GPU, laid out as in the KV cache.
 
     Args:
-        most_layers: if more than one, layers have 1 GB in total, so that none is found in a cache; two at the least.
+        most_layers: maximum number of layers. If it is above 1, there are at least two layers, with 1 GB in total, so
+            that a call on one layer does not find its bytes in the L2 cache.
 
     Returns:
         A view of each field, [layers, ...], and page ids [rows, columns], shuffled.
@@ -65,7 +68,7 @@ def arena(fields: Sequence[Field], rows: int, columns: int, most_layers: int = 1
 
 
 def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> float:
-    """Median time of one of ``calls`` in a CUDA graph of all."""
+    """Returns the median time of one call, from replays of a CUDA graph that has all ``calls``."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +79,7 @@ def microseconds(calls: Sequence[Callable[[], object]], rounds: int = 20) -> flo
 
 
 def replay_times(graph: torch.cuda.CUDAGraph, rounds: int) -> list[float]:
-    """Microseconds of each of ``rounds`` replays of a graph."""
+    """Returns the microseconds of each of ``rounds`` replays of a graph."""
     times = []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -89,7 +92,8 @@ def replay_times(graph: torch.cuda.CUDAGraph, rounds: int) -> list[float]:
 
 
 def against_floor(nbytes: float, time: float, speed: float = READ_SPEED) -> Row:
-    """Columns of a call that moves ``nbytes`` in ``time`` microseconds; the floor is their time at ``speed``."""
+    """Returns the columns for a call that moves ``nbytes`` in ``time`` microseconds. The floor is the time for
+    ``nbytes`` at ``speed``."""
     floor = nbytes / speed * 1e6
     return {
         "us": round(time, 1), "MB": round(nbytes / 1e6, 1), "GB/s": round(nbytes / time / 1e3),

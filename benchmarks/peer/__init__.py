@@ -1,1 +1,1 @@
-"""Another engine, in the columns of the sweeps' files."""
+"""Benchmarks of other engines. Their results have the columns of the sweeps' files."""

@@ -1,8 +1,8 @@
-"""vLLM's figures for a model's shapes with dummy weights, in the columns of the sweeps' files.
+"""Measures vLLM with a model's shapes and dummy weights. Results have the columns of the sweeps' files.
 
-Prompt lengths go to ``prefill.csv``, cases of requests at once to ``mixed.csv``, batches that only decode (their keys
-and values are made up) to ``decode.csv``, prompts that come again to ``reuse.csv``. What needs the same engine shares
-one, in a process of its own. Rows that are there are not measured again.
+Figures of prompt lengths go to ``prefill.csv``, of cases of concurrent requests to ``mixed.csv``, of batches that only
+decode (with made-up keys and values) to ``decode.csv``, and of reused prompts to ``reuse.csv``. Measurements with the
+same engine settings share one engine, in a process of its own. Existing rows are not measured again.
 
     python3 -m benchmarks.peer.bench_vllm --contexts 61440,124928 --cases 256x1024+256 64x8192+128 --out results
     python3 -m benchmarks.peer.bench_vllm --quantization fp8 --contexts 61440,124928 --cases 256x1024+256 --out results
@@ -41,21 +41,22 @@ REUSE_CASES = {
     "restored": {"restored": restored},
     "trace": {"trace": trace},
 }
-"""Cases of reuse by the engine that they share."""
+"""Cases of reuse, by the name of the engine that they share."""
 MODULE = "benchmarks.peer.bench_vllm"
 MOST = 32
-"""Sequences of ``auto``, as far as they fit; those of a batch that no graph was captured for run in the next larger."""
+"""Maximum number of sequences for ``auto``. A batch without a CUDA graph of its own size runs in the graph of the next
+larger size."""
 ROOM = 256
-"""Tokens of a sequence beside the longest prompt, where that only decodes."""
+"""Tokens that a sequence has room for in addition to its longest prompt."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers of ``256x1024+256`` or ``16x61440``."""
+    """Parses the numbers of ``256x1024+256`` or ``16x61440``."""
     return tuple(map(int, re.split("[x+]", text)))
 
 
 def decoding(text: str) -> tuple[int, ...]:
-    """The numbers of ``16x61440``, 0 for ``auto``."""
+    """Parses the numbers of ``16x61440``; ``auto`` becomes 0."""
     return numbers(text.replace("auto", "0"))
 
 
@@ -86,7 +87,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Starts an engine's process for what is asked for; returns the exit status."""
+    """Starts a process for each engine that the requested measurements need. Returns the exit status."""
     args = parse()
     if args.engine:
         child(args)
@@ -115,14 +116,14 @@ def main() -> int:
             print(f"error: {name} took longer than {args.timeout} s", file=sys.stderr)
             well = False
         finally:
-            with suppress(ProcessLookupError):  # its group has the engine's own processes, which outlive it
+            with suppress(ProcessLookupError):  # the group also has the engine's own processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return 0 if well else 1
 
 
 def child(args: argparse.Namespace) -> None:
-    """Measures what one engine can, and ends the process."""
+    """Makes all measurements of one engine, and ends the process."""
     status = 0
     try:
         import vllm
@@ -141,15 +142,15 @@ def child(args: argparse.Namespace) -> None:
 
         row = {"engine": f"vllm {vllm.__version__}", "kv": args.kv, "prefill": "dense"}
         measure(args, Driver(engine, sampling), row | {"quantization": args.quantization} | about(engine.vllm_config))
-    except Exception:  # of whatever kind: it is shown, and the process must end below
+    except Exception:  # an error of any kind is shown, and the process must still end below
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
-    os._exit(status)  # not before the engine's own processes end, which may be never
+    os._exit(status)  # a normal exit would wait for the engine's own processes, which may never end
 
 
 def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of ``LLM`` for one engine."""
+    """Returns the arguments of ``LLM`` for one engine."""
     if args.engine in REUSE_CASES:
         longest = SHAPE.document + SHAPE.own + SHAPE.answer + ROOM
         offload, on_device = None, 0
@@ -157,7 +158,7 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
             offload, on_device = args.offload_gib, ON_DEVICE * SHAPE.document
         elif args.engine == "trace":
             longest = SHAPE.document + SHAPE.trace.turns * (SHAPE.own + SHAPE.answer) + ROOM
-            kept = SHAPE.trace.documents // 4 * SHAPE.document  # as many sequences as ours keeps, and those that run
+            kept = SHAPE.trace.documents // 4 * SHAPE.document  # as many as our engine keeps; running ones are added
             offload, on_device = args.trace_gib, kept + SHAPE.trace.at_once * longest
         reuse = reuse_settings(args.kv, args.engine != "reuse-off", longest, offload, on_device)
         return settings(args.model, args.kv, args.quantization, longest, []) | reuse
@@ -167,7 +168,7 @@ def chosen_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def about(config: Any) -> dict[str, Any]:
-    """Last columns of a row."""
+    """Returns the last columns of a row: the command, the GPU and vLLM's settings."""
     import torch
 
     spec = {
@@ -186,7 +187,7 @@ def about(config: Any) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, driver: Driver, row: dict[str, Any]) -> None:
-    """Adds all rows of one engine."""
+    """Measures and adds all rows of one engine."""
 
     def add(kind: str, key: dict[str, Any], figures: Callable[[], dict[str, Any]]) -> None:
         rows = Rows(args.out / f"{kind}.csv", KINDS[kind])

@@ -1,15 +1,16 @@
-"""One machine's users, of our server and of llama.cpp's with the same GGUF file: both run at once, and take turns.
+"""Compares our server with llama.cpp's on one machine, with the same GGUF file. Both servers run at the same time, and
+are measured in turns.
 
-llama.cpp is the wheel ``xllamacpp`` in a Python of its own, whose server it starts:
+llama.cpp comes from the wheel ``xllamacpp``, which is installed in a Python environment of its own:
 
     python3 -m venv /tmp/llama && /tmp/llama/bin/pip install xllamacpp
     python -m benchmarks.peer.llama_cpp --llama-python /tmp/llama/bin/python --out benchmarks/results/cpu/peer.json
 
-Every case is measured in ``--rounds`` turns of both, ours first in one and theirs in the next, over HTTP, with streamed
-greedy answers that no end token ends. No prompt comes twice, or starts as another does. Threads of either spin while
-they wait for one another, and where anything else runs a token waits for whole slices of the scheduler: the table has
-each engine's best turn beside its median. With ``--threads 1`` nothing spins, and the CPU time a token of a server's
-processes hardly depends on other load.
+Every case is measured ``--rounds`` times with each server; the order of the two alternates. Requests go over HTTP, and
+answers are streamed, greedy, and not ended by end tokens. No prompt is sent twice, and no two prompts begin alike. The
+threads of both engines spin while they wait for each other. So if other processes run, a token can wait for whole time
+slices of the scheduler. The table therefore has each engine's best turn beside its median. With ``--threads 1`` nothing
+spins, and a server's CPU time per token hardly depends on other load.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ WORDS = [
     "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother",
     "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word",
 ]  # fmt: skip
-"""Each is a token behind a space."""
+"""Words of prompts. After a space, each word is one token."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """So many users at once, each with a prompt of so many words and an answer of so many tokens."""
+    """``users`` concurrent requests, each with a prompt of ``words`` words and an answer of ``answer`` tokens."""
 
     name: str
     users: int
@@ -69,28 +70,30 @@ CASES = (
 
 
 def prompt(words: int, seed: int) -> str:
-    """A prompt of so many words."""
+    """Returns a prompt of ``words`` random words."""
     rng = random.Random(seed)
     return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 def cpu_seconds(port: int) -> float:
-    """CPU time so far of the server on ``port``, which this process has started, and of what that has started."""
+    """Returns the CPU time so far of the server on ``port``, including its child processes. This process must have
+    started the server."""
     server = next(child for child in psutil.Process().children() if str(port) in child.cmdline())
     times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
     return float(sum(time.user + time.system for time in times))
 
 
 async def turn(port: int, case: Case, seed: int) -> dict[str, float]:
-    """The figures of a case's users, all of whom ask at once.
+    """Sends the requests of all users at once, and returns the figures of the case.
 
     Returns:
-        Means of the users: prompt_tokens; ttft, ms to the first token; prompt_tokens_per_s up to it; tpot, ms a token
-        after it. Of all of them: tokens_per_s, those of all answers over the time from the first request to the last
-        token; and cpu_ms_per_token, CPU time of the server's processes, from when everyone had a first token.
+        Means over users: prompt_tokens; ttft, milliseconds to the first token; prompt_tokens_per_s, prompt tokens
+        divided by this time; tpot, milliseconds per token after the first. For all users together: tokens_per_s, tokens
+        of all answers divided by the time from the first request to the last token; cpu_ms_per_token, CPU time of the
+        server's processes per token, counted after every user has a first token.
     """
     records = [Record(0.0, 0) for _ in range(case.users)]
-    client = CompletionClient(f"http://127.0.0.1:{port}/v1")  # whose connections no server has had time to close
+    client = CompletionClient(f"http://127.0.0.1:{port}/v1")  # servers close idle connections, so it is new
     all_decode: list[tuple[float, int]] = []
 
     async def ask(user: int, record: Record) -> None:
@@ -128,7 +131,8 @@ async def turn(port: int, case: Case, seed: int) -> dict[str, float]:
 async def measure(
     ports: dict[str, int], cases: Sequence[Case], rounds: int
 ) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """Every turn of each case by engine, after one of the first case that does not count."""
+    """Returns the figures of all turns by case and engine. Each engine first answers one warm-up turn, which is not
+    returned."""
     turns: dict[str, dict[str, list[dict[str, float]]]] = {case.name: {} for case in cases}
     seed = 0
     for port in ports.values():
@@ -143,7 +147,8 @@ async def measure(
 
 
 def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By figure, the best and the median of each engine's turns, and what ours is of theirs, by both."""
+    """Returns, for each figure, the best and the median of each engine's turns, and the ratio of ours to llama.cpp's
+    for both."""
     rows = {}
     for name in ("ttft", "prompt_tokens_per_s", "tpot", "tokens_per_s", "cpu_ms_per_token"):
         row, best = {}, max if name.endswith("per_s") else min
@@ -213,7 +218,7 @@ def main() -> int:
 
 
 def processor() -> str:
-    """The CPU by its name and what it can."""
+    """Returns the CPU's name and number of cores."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"

@@ -1,6 +1,7 @@
-"""llama.cpp's own server from the wheel ``xllamacpp``, until it is told to end. Needs nothing of shadowkv.
+"""Runs llama.cpp's own server from the wheel ``xllamacpp`` until a signal ends it. It does not need the package
+shadowkv.
 
-``benchmarks.peer.llama_cpp`` starts it, with a Python that has that wheel, and stops it.
+``benchmarks.peer.llama_cpp`` starts this module with a Python that has the wheel, and stops it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
     params.model.path, params.port = args.model, args.port
     params.n_parallel, params.n_ctx = args.slots, args.slots * args.context
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-    params.cache_ram_mib = 0  # prompts of finished requests: none comes again
+    params.cache_ram_mib = 0  # no cache of finished requests' prompts, because no prompt is sent twice
     stop = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     server = xllamacpp.Server(params)

@@ -1,5 +1,4 @@
-"""Requests through a vLLM engine, and the figures of the cases, as the sweeps ``prefill`` and ``mixed`` define
-them."""
+"""Runs requests in a vLLM engine. The figures are defined as in the sweeps ``prefill`` and ``mixed``."""
 
 from __future__ import annotations
 
@@ -11,29 +10,31 @@ from typing import Any
 
 LARGEST_ID = 120000
 WARM_UP = 16384
-"""Prompt tokens, of 16 requests at the most, that come before those of a case that count."""
+"""Maximum number of prompt tokens, in at most 16 requests, of the warm-up before a case."""
 
 SETTLING, MEASURED = 8, 64
-"""Steps of a whole batch that are not timed, and that are."""
+"""Number of steps of a whole batch before timing begins, and number of timed steps."""
 
 
 class Driver:
-    """Runs requests of random token ids; ``sampling`` makes the engine's parameters of a number of tokens."""
+    """Runs requests of random token ids. ``sampling`` returns the engine's sampling parameters for a number of
+    tokens."""
 
     def __init__(self, engine: Any, sampling: Callable[[int], Any]) -> None:
         self.engine, self.sampling, self._runs, self._draw = engine, sampling, 0, random.Random(1)
 
     def draw(self, tokens: int) -> list[int]:
-        """A prompt."""
+        """Returns a prompt of ``tokens`` random token ids."""
         return self._draw.choices(range(100, LARGEST_ID), k=tokens)
 
     def run(self, tokens: int, outputs: list[int]) -> tuple[float, list[list[float]]]:
-        """Offers a prompt of ``tokens`` for each of ``outputs``."""
+        """Runs a request with a prompt of ``tokens`` random tokens for each number of answer tokens in ``outputs``.
+        Returns the times of ``offer``."""
         return self.offer([self.draw(tokens) for _ in outputs], outputs)
 
     def offer(self, prompts: list[list[int]], outputs: list[int]) -> tuple[float, list[list[float]]]:
-        """Offers all prompts at once; returns the moment before the first was offered, and those at which each one's
-        tokens came."""
+        """Adds a request for every prompt, and runs the engine until all have ended. Returns the time before the first
+        request was added, and for each request the times at which its tokens came."""
         self._runs += 1
         times: dict[str, list[float]] = {f"{self._runs}-{number}": [] for number in range(len(outputs))}
         start = time.perf_counter()
@@ -50,7 +51,7 @@ class Driver:
         return start, came
 
     def prefill(self, context: int, repeats: int) -> dict[str, Any]:
-        """Columns of a prompt length."""
+        """Returns the columns of ``prefill.csv`` for a prompt length."""
         seconds = []
         for _ in range(1 + repeats):
             start, ((first,),) = self.run(context, [1])
@@ -58,7 +59,7 @@ class Driver:
         return {"context": context, "ttft_s": statistics.median(seconds[1:]), "first_ttft_s": seconds[0]}
 
     def mixed(self, requests: int, tokens: int, output: int) -> dict[str, Any]:
-        """Columns of a case."""
+        """Returns the columns of ``mixed.csv`` for a case."""
         few = max(1, min(requests, 16, WARM_UP // tokens))
         self.run(tokens, [min(8, output)] * few)
         start, came = self.run(tokens, [output] * requests)
@@ -74,14 +75,14 @@ class Driver:
         }
 
     def fitting(self, tokens: int) -> int:
-        """Sequences of as many tokens that run at once."""
+        """Returns how many sequences of ``tokens`` tokens can run at once."""
         config = self.engine.vllm_config
         blocks = -(-tokens // config.cache_config.block_size)
         return min((config.cache_config.num_gpu_blocks - 1) // blocks, config.scheduler_config.max_num_seqs)
 
     def decode(self, batch: int, context: int) -> dict[str, Any]:
-        """Columns of a batch that decodes; the engine makes keys and values up."""
-        # Prompts come one after the other, by two steps each: those that came first decode the longest.
+        """Returns the columns of ``decode.csv`` for a batch. The engine makes up keys and values."""
+        # Requests start one after the other, and each takes two steps to start. So earlier ones have longer answers.
         outputs = [SETTLING + MEASURED + 8 + 2 * (batch - 1 - number) for number in range(batch)]
         _, came = self.run(context, outputs)
         together = sorted(set.intersection(*map(set, came)))[SETTLING : SETTLING + MEASURED + 1]

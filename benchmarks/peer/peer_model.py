@@ -1,4 +1,4 @@
-"""The model that the peer runs, a config without weights, and the settings of its engines."""
+"""The model that vLLM runs (a config without weights), and the settings of vLLM's engines."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_USE_DEEP_GEMM": "0",  # compiles at run time, for which a GPU machine may lack the tools
+    "VLLM_USE_DEEP_GEMM": "0",  # it compiles at run time, and a GPU machine may lack the tools
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-"""vLLM's classes by model types."""
+"""vLLM's model classes by ``model_type``."""
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-"""What a checkpoint's config says of weights in 4 bits, of which dummy ones are made."""
+"""``quantization_config`` of a checkpoint with 4-bit weights. vLLM makes dummy weights of this form."""
 
 
 def write_model(folder: Path, config: Path | None = None, quantization: str = "none") -> None:
-    """Makes the folder that an engine loads, with the shapes of a ``config`` file; None for Llama-3.1-8B's. Raises
-    ValueError for a type of model whose class is not known here."""
+    """Makes the folder that an engine loads, with the shapes of the file ``config``; None means Llama-3.1-8B's. Raises
+    ValueError for a ``model_type`` that ``ARCHITECTURES`` does not have."""
     folder.mkdir(parents=True, exist_ok=True)
     shapes = CONFIG
     if config is not None:
@@ -73,9 +73,9 @@ def write_model(folder: Path, config: Path | None = None, quantization: str = "n
 
 
 def write_tokenizer(folder: Path, vocab_size: int = CONFIG["vocab_size"], eos: int = CONFIG["eos_token_id"]) -> None:
-    """Adds a tokenizer to such a folder: that of our own dummy weights, where every byte is a token and the other ids
-    are printed as <id>. Texts then have as many tokens with either server."""
-    # As in GPT-2's files: bytes that are no printable characters stand for those after 255.
+    """Adds a tokenizer to a folder of ``write_model``. It is the tokenizer of our own dummy weights: every byte is a
+    token, and other ids are printed as <id>. So a text has the same number of tokens with both servers."""
+    # As in GPT-2's files, bytes that are not printable characters are written as the characters from 256 on.
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     alphabet = {byte: chr(byte) for byte in printed} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -95,7 +95,8 @@ def write_tokenizer(folder: Path, vocab_size: int = CONFIG["vocab_size"], eos: i
 
 
 def settings(folder: Path, kv: str, quantization: str, longest: int, decode: list[int]) -> dict[str, Any]:
-    """Arguments of ``LLM``; ``decode`` are the batches of an engine that only decodes and computes no prompts."""
+    """Returns the arguments of ``LLM``. ``decode`` lists the batch sizes of an engine that only decodes and computes no
+    prompts; it is empty for other engines."""
     chosen: dict[str, Any] = {
         "model": os.fspath(folder),
         "load_format": "dummy",
@@ -110,7 +111,7 @@ def settings(folder: Path, kv: str, quantization: str, longest: int, decode: lis
         "kv_cache_dtype": "fp8" if kv == "fp8" else "auto",
         "gpu_memory_utilization": 0.9,
     }
-    if quantization == "fp8":  # made from bfloat16; of others the config says it
+    if quantization == "fp8":  # converted from bfloat16 at load; other formats are in the config
         chosen["quantization"] = quantization
     if decode:
         from vllm.config import KVTransferConfig
@@ -129,9 +130,9 @@ def settings(folder: Path, kv: str, quantization: str, longest: int, decode: lis
 
 
 def reuse_settings(kv: str, reuse: bool, longest: int, offload_gib: float | None, on_device: int) -> dict[str, Any]:
-    """What differs where prompts come again; with ``offload_gib`` of host memory, the device holds ``on_device``
-    tokens."""
-    chosen: dict[str, Any] = {"enable_prefix_caching": reuse, "disable_log_stats": False}  # which count the hits
+    """Returns the settings that measurements of reuse change. If ``offload_gib`` of host memory is given, the device
+    has room for ``on_device`` tokens."""
+    chosen: dict[str, Any] = {"enable_prefix_caching": reuse, "disable_log_stats": False}  # statistics count hits
     if offload_gib:
         chosen |= {
             "kv_offloading_size": offload_gib,
@@ -143,6 +144,6 @@ def reuse_settings(kv: str, reuse: bool, longest: int, offload_gib: float | None
 
 
 def token_bytes(kv: str) -> int:
-    """Keys and values of a token."""
+    """Returns the bytes of a token's keys and values."""
     heads, size = CONFIG["num_key_value_heads"], CONFIG["head_dim"]
     return 2 * CONFIG["num_hidden_layers"] * heads * size * (1 if kv == "fp8" else 2)

@@ -1,4 +1,5 @@
-"""What prompts cost that a vLLM engine computed before, as ``benchmarks.prefix_cache.reuse`` defines the figures."""
+"""Measures prompts that a vLLM engine computed before. The figures are defined as in
+``benchmarks.prefix_cache.reuse``."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ from benchmarks.peer.peer_drive import LARGEST_ID, Driver
 from benchmarks.prefix_cache.chat_trace import ChatTrace, TraceShape
 
 HITS = 5
-"""Requests that count where they come one after the other."""
+"""Number of measured requests in cases whose requests come one after the other."""
 
 ON_DEVICE, DOCUMENTS = 2, 4
-"""Documents that the device has room for where they shall leave it, and those that are asked for in turn: between two
-requests for one of them come the others, which need more than the device has."""
+"""For ``restored``: number of documents that the device has room for, and number of documents that are requested in
+turn. Between two requests for one document come all others. They do not fit on the device together, so each document is
+evicted before it is requested again."""
 
 
 class Shape(NamedTuple):
-    """So many requests of one document, tokens of their own, tokens of an answer, and a trace of chats."""
+    """Number of requests for one document, tokens of the document, tokens of each question (``own``) and answer, and a
+    trace of chats."""
 
     requests: int = 48
     document: int = 61440
@@ -29,26 +32,27 @@ class Shape(NamedTuple):
 
 
 def questions(driver: Driver, shape: Shape, count: int) -> list[list[int]]:
-    """Prompts of a document that was not there before."""
+    """Returns ``count`` prompts that begin with the same new document, each with another question."""
     document = driver.draw(shape.document)
     return [document + driver.draw(shape.own) for _ in range(count)]
 
 
 def shared(driver: Driver, shape: Shape) -> dict[str, Any]:
-    """Columns of all requests at once, after two of another document."""
+    """Returns the columns for concurrent requests for one document, after two warm-up requests for another document."""
     driver.offer(questions(driver, shape, 2), [min(8, shape.answer)] * 2)
     return figures(driver, [questions(driver, shape, shape.requests)], shape.answer)
 
 
 def one_by_one(driver: Driver, shape: Shape) -> dict[str, Any]:
-    """Columns of those that find the document, which a first one had computed."""
+    """Returns the columns for requests whose document an earlier request has computed."""
     first, *others = questions(driver, shape, 1 + HITS)
     driver.offer([first], [shape.answer])
     return figures(driver, [[one] for one in others], shape.answer)
 
 
 def restored(driver: Driver, shape: Shape) -> dict[str, Any]:
-    """Columns of documents that others have evicted from the device, each with a token of an answer."""
+    """Returns the columns for documents that come back after others evicted them from the device, each with an answer
+    of one token."""
     documents = [driver.draw(shape.document) for _ in range(DOCUMENTS)]
     for one in [*documents, documents[0]]:  # the first restore does not count
         driver.offer([one], [1])
@@ -56,7 +60,7 @@ def restored(driver: Driver, shape: Shape) -> dict[str, Any]:
 
 
 def trace(driver: Driver, shape: Shape) -> dict[str, Any]:
-    """Columns of chats over documents."""
+    """Returns the columns for chats over documents."""
     chats = ChatTrace(shape.trace, lambda tokens, draw: draw.choices(range(100, LARGEST_ID), k=tokens))
     before, offered = sources(driver.engine), dict[str, tuple[int, float]]()
     left, firsts, prompts = dict[str, int](), list[float](), 0
@@ -82,7 +86,8 @@ def trace(driver: Driver, shape: Shape) -> dict[str, Any]:
 
 
 def figures(driver: Driver, groups: list[list[list[int]]], output: int) -> dict[str, Any]:
-    """Offers groups of prompts, each when the one before it is done; ``wall_s`` is what the groups took together."""
+    """Runs groups of prompts, one group after the other. Returns the columns; ``wall_s`` is the sum of the groups'
+    times."""
     before, wall = sources(driver.engine), 0.0
     firsts: list[float] = []
     for prompts in groups:
@@ -95,7 +100,7 @@ def figures(driver: Driver, groups: list[list[list[int]]], output: int) -> dict[
 def columns(
     driver: Driver, firsts: list[float], wall: float, tokens: int, output: int, before: dict[str, int]
 ) -> dict[str, Any]:
-    """Columns of a row, of prompts of ``tokens`` altogether; hit rates are of these."""
+    """Returns the columns of a row. Hit rates are shares of ``tokens``, the number of tokens of all prompts."""
     found = {name: count - before[name] for name, count in sources(driver.engine).items()}
     if sum(found.values()) != tokens:
         raise RuntimeError(f"vLLM counts {found}, of prompts of {tokens} tokens")
@@ -111,6 +116,7 @@ def columns(
 
 
 def sources(engine: Any) -> dict[str, int]:
-    """Prompt tokens so far, by where vLLM had them from; it counts them with the first token of an answer."""
+    """Returns the number of prompt tokens so far by their source (computed, or a tier). vLLM counts them when an answer
+    has its first token."""
     metrics = engine.get_metrics()
     return {one.labels["source"]: one.value for one in metrics if one.name == "vllm:prompt_tokens_by_source"}

@@ -1,7 +1,7 @@
-"""vLLM's OpenAI server with Llama-3.1-8B's shapes, dummy weights, and the tokenizer of our own dummy weights.
+"""Runs vLLM's OpenAI server with Llama-3.1-8B's shapes, dummy weights, and the tokenizer of our own dummy weights.
 
-Its settings are those of ``bench_vllm``: prefix caching is off, all else is vLLM's default; further flags go to vLLM.
-Needs nothing of shadowkv. ``benchmarks.serving`` starts it, waits for it and stops it.
+The settings are those of ``bench_vllm``: prefix caching is off. Further flags are passed to vLLM. This module does not
+need the package shadowkv. ``benchmarks.serving`` starts the server, waits until it answers, and stops it.
 
     PYTHONPATH=/tmp/site python3 -m benchmarks.peer.vllm_server --port 8100 --max-num-seqs 256
 """
@@ -20,7 +20,7 @@ SERVED = "llama-3.1-8b"
 
 
 def command(folder: Path, port: int, more: Sequence[str], tokenizer: Path | None = None) -> list[str]:
-    """How the server is started; of flags that come twice, the later one counts."""
+    """Returns the command that starts the server. If a flag is given twice, vLLM uses the later value."""
     chosen = {
         "--model": os.fspath(folder),
         "--tokenizer": os.fspath(tokenizer or folder),
@@ -40,7 +40,7 @@ def command(folder: Path, port: int, more: Sequence[str], tokenizer: Path | None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Becomes the server."""
+    """Writes the model's folder, and replaces this process by the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8100, help="(default: %(default)s)")
     parser.add_argument(
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_tokenizer(args.folder)
     tokenizer = args.tokenizer.resolve() if args.tokenizer else None
     started = command(args.folder.resolve(), args.port, more, tokenizer)
-    os.chdir(args.folder)  # a repository has folders that could be taken for packages
+    os.chdir(args.folder)  # in a repository, Python could take folders for packages
     os.execve(started[0], started, os.environ | ENVIRONMENT)
 
 

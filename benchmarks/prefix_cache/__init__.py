@@ -1,1 +1,1 @@
-"""Prompts that come again: what a hit costs and answers, what eviction keeps, bytes of what is stored."""
+"""Benchmarks of reused prompts: the cost of a hit, the answers after one, what eviction keeps, and stored bytes."""

@@ -1,4 +1,4 @@
-"""A trace of chats over documents, a few of them at a time: the same for every engine that answers it."""
+"""A trace of chats over documents, a few chats at a time. It is the same for every engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class TraceShape(NamedTuple):
-    """``chats`` of ``turns`` turns on ``documents`` of ``shortest`` to ``longest`` tokens, ``at_once`` at a time; each
-    turn adds a question of ``own`` tokens."""
+    """``chats`` chats of ``turns`` turns each, about ``documents`` documents of ``shortest`` to ``longest`` tokens.
+    ``at_once`` chats run at a time. Each turn adds a question of ``own`` tokens."""
 
     chats: int = 40
     turns: int = 4
@@ -21,13 +21,13 @@ class TraceShape(NamedTuple):
 
 
 class ChatTrace:
-    """Turns in a fixed order; each chat has its next one when the previous one is answered.
+    """The turns of all chats, in a fixed order. A chat's next turn is due only after the previous one is answered.
 
     Args:
-        prompt: random tokens, of a given number, with one draw of the generator for each.
+        prompt: returns a given number of random tokens. It must draw from the generator once per token.
 
     Attributes:
-        lengths: of the documents, in tokens.
+        lengths: lengths of the documents in tokens.
     """
 
     def __init__(self, shape: TraceShape, prompt: Callable[[int, random.Random], list[int]]) -> None:
@@ -40,7 +40,7 @@ class ChatTrace:
         self._busy: set[int] = set()
 
     def due(self) -> Iterator[tuple[int, list[int]]]:
-        """Chats with a turn due, and its prompt: all that was said before, and a question."""
+        """Yields the chats whose next turn is due, with the turn's prompt: the chat so far, and a new question."""
         while len(self._busy) < self._shape.at_once:
             chat = next((number for number in self._order if number not in self._busy), None)
             if chat is None:
@@ -51,7 +51,7 @@ class ChatTrace:
             yield chat, list(self._histories[chat])
 
     def came(self, chat: int, tokens: list[int], ended: bool) -> None:
-        """Records tokens of an answer."""
+        """Adds tokens of a chat's answer. ``ended`` says whether the answer is complete."""
         self._histories[chat] += tokens
         if ended:
             self._busy.remove(chat)

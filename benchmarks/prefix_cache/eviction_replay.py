@@ -1,9 +1,10 @@
-"""Policies of ``--eviction`` on made-up traces of chats, without a model: which share of prompt tokens is found where.
+"""Compares the policies of ``--eviction`` on made-up traces of chats, without a model: the share of prompt tokens that
+each tier provides.
 
-The scheduler, the prefix cache and its tiers are the engine's, with a KV cache of a few bytes per token; nothing is
-attended to. Every chat starts with the same system prompt, followed by a document, whose popularity follows Zipf's law,
-and up to ``turns`` turns, all numbers equally likely. Chats arrive at random; a turn's prompt is all that was said
-before, the last answer included, and a question.
+The scheduler, the prefix cache and its tiers are the engine's. The KV cache has a few bytes per token, and no attention
+is computed. Every chat starts with the same system prompt and a document. The popularity of documents follows Zipf's
+law. A chat has up to ``turns`` turns, and all numbers of turns are equally likely. Chats arrive at random times. A
+turn's prompt is the chat so far, including the last answer, and a question.
 
     python -m benchmarks.prefix_cache.eviction_replay --out results/eviction_replay.csv
 """
@@ -53,10 +54,10 @@ COLUMNS = ("policy", "seed", "turns", "requests_per_s", "host_share", "hit_rate_
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests.
+    """The requests of made-up chats.
 
     Attributes:
-        turns: most turns of a chat.
+        turns: maximum number of turns of a chat.
         rate: requests per second.
     """
 
@@ -67,7 +68,7 @@ class Trace:
     rate: float
 
     def __iter__(self) -> Iterator[tuple[float, list[int]]]:
-        """Seconds and prompts, in order of time."""
+        """Yields the time of each request in seconds and its prompt, in order of time."""
         draw = random.Random(self.seed)
         system = _tokens(draw, SYSTEM)
         documents = [_tokens(draw, draw.randint(SHORTEST, LONGEST)) for _ in range(self.documents)]
@@ -87,7 +88,7 @@ class Trace:
 
     @property
     def document_tokens(self) -> int:
-        """Tokens of all documents, averaged over all seeds."""
+        """Expected number of tokens of all documents."""
         return self.documents * PAGE * (SHORTEST + LONGEST) // 2
 
 
@@ -96,7 +97,8 @@ def _tokens(draw: random.Random, pages: int) -> list[int]:
 
 
 def replay(policy: str, trace: Trace, host_share: float) -> dict[str, float]:
-    """Hit rates by tier, in prompt tokens; ``host_share`` of the documents' tokens fit into host memory."""
+    """Returns the hit rate of each tier, as a share of the prompt tokens. The share ``host_share`` of the documents'
+    tokens fits into host memory."""
     longest = PAGE * (SYSTEM + LONGEST + trace.turns * TURN[1])
     shape = ModelShape(num_layers=1, num_query_heads=1, num_kv_heads=1, head_dim=2)
     layout, rope = Layout(preset("full"), shape, torch.float32, longest), RopeConfig(head_dim=2, theta=10000.0)

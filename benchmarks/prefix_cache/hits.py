@@ -1,15 +1,15 @@
-"""What a hit answers: distributions after a document that is cached, against those of a freshly computed prompt.
+"""Compares next-token distributions after a prefix-cache hit with those after a freshly computed prompt.
 
-Prompts are cut from texts: a document and a short question, which is the text's own next tokens. A leader, the
-document followed by other text, computes the document; where nothing can be forked within what was compressed
-together (policies with outliers), the document alone. All are led along the tokens that ``full`` generates when it
-computes everything, and KL is in nats per token:
+Prompts are cut from texts: a document, and a short question, which is the text's own next tokens. An earlier request,
+the leader, computes the document. Its prompt is the document followed by other text. With policies with outliers it is
+the document alone, because a sequence cannot be forked within tokens that were compressed together. All answers follow
+the tokens that ``full`` generates without a hit. KL is in nats per token, between these pairs:
 
-    full fresh > fresh     what the policy costs without a hit
-    full fresh > hit       and with one
-    fresh > hit            what changes
-    hit > from host        the same hit after its pages were only in host memory
-    hit > from disk        and only in files, with another engine
+    full fresh > fresh     cost of the policy without a hit
+    full fresh > hit       cost of the policy with a hit
+    fresh > hit            effect of the hit
+    hit > from host        a hit on the device, and one on pages that only host memory has
+    hit > from disk        a hit on the device, and one on pages that only files have, in a new engine
 
     python -m benchmarks.prefix_cache.hits --text FILE --kv full turbo:dense_below=0 --out results/hits.csv
 """
@@ -44,14 +44,15 @@ from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.kvcache.policy.spec import PAGE
 
 QUESTION, OTHER = 48, 192
-"""Tokens: a question fills no page, so that asking it twice hits no more than the document; what follows a leader's
-document is longer than what stays exact."""
+"""Tokens of a question, and of the text after a leader's document. A question fills no page, so a second request with
+it hits only the document. The text after the document is longer than the part of a sequence that stays exact."""
 COLUMNS = ("kv", "pair", "leader", "cached_tokens", "prompts", "document", "steps")
 FIGURES = ("mean_kl", "mean_kl_stderr", "max_kl", "top1_agreement", "largest_logit_difference")
 
 
 class Led(Sampler):
-    """Records the logits of a single request, and chooses the tokens of an ``answer`` if there is one."""
+    """A sampler that records the logits of a single request. If ``answer`` is not empty, the sampler chooses its
+    tokens."""
 
     answer: list[int]
     seen: list[Tensor]
@@ -66,7 +67,7 @@ class Led(Sampler):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the leader that computes its document."""
+    """A prompt, and the prompt of the leader that computes its document."""
 
     prompt: list[int]
     leader: list[int]
@@ -74,7 +75,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """Logits [steps, V] after a prompt, the number of its tokens that were cached, and the tokens that were chosen."""
+    """The logits [steps, V] of an answer (V is the size of the vocabulary), its tokens, and the number of the prompt's
+    tokens that were cached."""
 
     logits: Tensor
     tokens: list[int]
@@ -82,7 +84,7 @@ class Answer:
 
 
 def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None = None, cache: bool = True) -> Answer:
-    """One request alone, led along an answer if there is one."""
+    """Runs a single request. If ``answer`` is given, the answer follows its tokens."""
     engine.runner.sampler = sampler = Led(engine.cache.ops)
     sampler.answer, sampler.seen = answer or [], []
     params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True, logprobs=0, cache_prompt=cache)
@@ -96,7 +98,7 @@ def ask(engine: Engine, prompt: list[int], steps: int, answer: list[int] | None 
 
 
 def opened(args: argparse.Namespace, kv: str, directory: str) -> Engine:
-    """An engine, once the contents of the disk are known."""
+    """Opens an engine, and waits until it has read which files are on the disk."""
     longest = args.document + OTHER + args.steps + PAGE
     sizes = {"max_num_seqs": 2, "max_cached_seqs": 2, "max_model_len": longest}
     settings = {**model_of(args), **sizes, "dtype": args.dtype, "prefill": "dense", "kv_disk_dir": directory}
@@ -107,7 +109,8 @@ def opened(args: argparse.Namespace, kv: str, directory: str) -> Engine:
 
 
 def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Answer]) -> list[dict[str, Any]]:
-    """Rows of a policy; the first, which must be ``full``, adds its freshly computed answers to ``full``."""
+    """Returns the rows of a policy. The first policy must be ``full``; its answers without a hit are added to the list
+    ``full``."""
     fresh, hits, host, disk = list[Answer](), list[Answer](), list[Answer](), list[Answer]()
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, kv, directory)
@@ -120,7 +123,7 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Ans
                 full.append(fresh[-1])
             answer = full[number].tokens
             ask(engine, case.leader[: args.document] if alone else case.leader, 1)
-            if alone:  # the first continues the leader itself, including its exact tail
+            if alone:  # this request continues the leader itself, including its exact tail, and does not count
                 ask(engine, case.prompt, args.steps, answer)
             hits.append(ask(engine, case.prompt, args.steps, answer))
             forget_device(engine)
@@ -144,13 +147,14 @@ def measure(args: argparse.Namespace, kv: str, cases: list[Case], full: list[Ans
 
 
 def expect(tokens: int, expected: int, where: str) -> None:
-    """Raises RuntimeError if not all hits came from there."""
+    """Raises RuntimeError if the number of tokens that came from a tier is not the expected one, or is 0."""
     if tokens != expected or not tokens:
         raise RuntimeError(f"{tokens} tokens came {where}, not {expected}")
 
 
 def compare(ones: list[Answer], others: list[Answer]) -> dict[str, float]:
-    """Figures of distributions of the same tokens; the error is over prompts."""
+    """Returns the figures that compare two lists of answers with the same tokens. The standard error is over
+    prompts."""
     kl = [kl_divergence(one.logits, other.logits) for one, other in zip(ones, others, strict=True)]
     agrees = [one.logits.argmax(-1) == other.logits.argmax(-1) for one, other in zip(ones, others, strict=True)]
     apart = [(one.logits - other.logits).abs().max() for one, other in zip(ones, others, strict=True)]
@@ -160,7 +164,7 @@ def compare(ones: list[Answer], others: list[Answer]) -> dict[str, float]:
 
 
 def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
-    """Prompts, and leaders with text from elsewhere after their documents."""
+    """Yields prompts, each with a leader whose document is followed by text from elsewhere."""
     pieces = read_prompts(args.text, engine.tokenizer, args.prompts, args.document + QUESTION + OTHER)
     for number, piece in enumerate(pieces):
         document, other = piece.tokens[: args.document], pieces[number - 1].tokens[-OTHER:]
@@ -191,13 +195,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.document % PAGE:
         parser.error(f"--document {args.document} is not a multiple of {PAGE}")
-    if QUESTION + args.steps <= PAGE:  # else it could be continued where it is asked again: another kind of hit
+    if QUESTION + args.steps <= PAGE:  # else a repeated request could continue the former sequence
         parser.error(f"--steps {args.steps} must be more than {PAGE - QUESTION}")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 if a hit from another tier is not bitwise identical."""
+    """Command line. Returns 1 if the logits after a hit on another tier are not bitwise identical to those after a hit
+    on the device, else 0."""
     args = parse(argv)
     with TemporaryDirectory(prefix="hits-") as directory:
         engine = opened(args, "full", directory)

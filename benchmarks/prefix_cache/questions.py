@@ -1,8 +1,8 @@
-"""RULER's ``niah_multiquery``, its keys asked for one after the other: scores after a cached document and without.
+"""Scores of RULER's ``niah_multiquery`` with and without a cached document. The keys are asked for one after the other.
 
-With reuse the first question computes the document, and the others hit it; without, each prompt is computed from
-scratch. The first is computed either way, and asked once. A score is the share of questions whose value is in the
-answer.
+With reuse, the first question computes the document, and the other questions hit it. Without reuse, each prompt is
+computed from scratch. The first question is computed in both cases, so it is asked only once. A score is the share of
+questions whose answer has the right value.
 
     python -m benchmarks.prefix_cache.questions --kv full turbo:dense_below=0 --length 4096 --out results/questions.csv
 """
@@ -27,13 +27,13 @@ from shadowkv.eval.suites.ruler import samples
 from shadowkv.eval.suites.ruler.needles import ONE
 
 ANSWER = 16
-"""Tokens of an answer: more than a number has."""
+"""Maximum number of tokens of an answer. The expected value has fewer tokens."""
 COLUMNS = ("kv", "length", "samples", "questions", "score_reuse", "score_fresh", "difference", "difference_stderr")
 COLUMNS += ("same_answers", "hit_rate", "ttft_reuse_s", "ttft_fresh_s")
 
 
 def questions(prompt: str) -> list[tuple[str, str]]:
-    """A sample's keys asked for one by one: prompts, and the expected values."""
+    """Returns a prompt for each key of a sample, with the expected value."""
     document = prompt.rpartition("\nWhat are all")[0]
     behind = "".join(ONE).partition("{context}")[2]
     needles = re.findall(r"One of the special magic numbers for (\S+) is: (\d+)\.", document)
@@ -41,7 +41,7 @@ def questions(prompt: str) -> list[tuple[str, str]]:
 
 
 def ask(engine: Engine, prompt: str, cache: bool) -> tuple[str, float, float]:
-    """The answer to a prompt, seconds to its first token, and the share of the prompt that was cached."""
+    """Returns the answer to a prompt, the seconds to its first token, and the share of the prompt that was cached."""
     tokens, start = engine.tokenizer.encode(prompt), time.monotonic()
     engine.add_request("alone", tokens, SamplingParams(max_tokens=ANSWER, temperature=0.0, cache_prompt=cache))
     answer, first, cached = list[int](), 0.0, 0
@@ -53,7 +53,7 @@ def ask(engine: Engine, prompt: str, cache: bool) -> tuple[str, float, float]:
 
 
 def measure(args: argparse.Namespace, kv: str) -> Iterator[dict[str, Any]]:
-    """Yields a policy's row repeatedly, each time over one more sample."""
+    """Yields a policy's row after each sample. The row is over all samples so far."""
     engine = Engine(EngineConfig(kv=kv, max_num_seqs=2, max_model_len=args.length, dtype=args.dtype, **model_of(args)))
     scores, rows, same = list[tuple[float, float]](), list[tuple[float, float, float]](), list[bool]()
     for sample in samples("niah_multiquery", engine.tokenizer, args.length, args.samples, args.seed):

@@ -1,14 +1,14 @@
-"""What prompts cost that were computed before: many questions about one document, restores, and a trace of chats.
+"""The cost of prompts that were computed before: many questions about one document, restores, and a trace of chats.
 
 Prompts are random token ids; TTFT counts from the moment a request is submitted. Each case has its own engine.
 
-    shared      concurrent requests, each with one document and its own tokens
-    one-by-one  the same one after the other, with the document in host memory only
+    shared      concurrent requests with the same document, each with another question
+    one-by-one  such requests one after the other, while only host memory has the document
     restore     a document comes back from host memory, with no other requests
-    disk        the same from disk, with the page cache emptied; and a plain read of the same number of bytes
-    trace       chats of several turns over documents, a few at a time; the device keeps a quarter as many
-    copies      decode steps of a full batch, in one engine: while its prompts are copied to host memory, and to --disk
-                where that is given (reuse on), and with nothing beside them (off)
+    disk        a document comes back from disk, with an empty page cache; prints the time of a plain read of its file
+    trace       chats of several turns over documents, a few at a time; the device keeps a quarter of the documents
+    copies      decode steps of a full batch, while its prompts are copied to host memory and, if given, to --disk
+                (row "on"), and without copies (row "off"), in one engine
 
     python -m benchmarks.prefix_cache.reuse --load-format dummy --kv turbo --out results/summary.csv --disk DIR
 """
@@ -41,19 +41,20 @@ COMPARED = ("shared", "one-by-one", "trace")
 """Cases that are also measured without reuse."""
 
 COPY_ROUNDS = 8
-"""Parts of the batch that are copied one after another."""
+"""Number of parts of the batch. The parts are copied one after another."""
 
 ANSWER = 32
-"""Tokens that a sequence has room for, as a multiple of the steps that are measured alone."""
+"""Tokens of an answer that a sequence has room for, as a multiple of the number of steps that are measured without
+copies."""
 
 
 @dataclass
 class Asked:
-    """Outcome of requests.
+    """Figures of finished requests.
 
     Attributes:
-        to_first: seconds to their first tokens.
-        output, prompt: tokens.
+        to_first: seconds to the first token of each request.
+        output, prompt: number of tokens of all answers, and of all prompts.
     """
 
     to_first: list[float] = field(default_factory=list)
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def sweep(args: argparse.Namespace, cell: Cell) -> None:
-    """One row."""
+    """Measures and adds one row; for ``copies``, two rows."""
     case = cell["case"]
     longest = cell["tokens"] + args.turns * (args.own + args.output) + 64
     if case == "copies":
@@ -152,7 +153,7 @@ def sweep(args: argparse.Namespace, cell: Cell) -> None:
 
 
 def ask(engine: Engine, prompts: list[list[int]], output: int, first: int = 0) -> Asked:
-    """Submits all prompts at once, and waits for the last token."""
+    """Submits all prompts at once, and runs the engine until the last token."""
     asked, start = Asked(), time.monotonic()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(first + number), prompt, engines.greedy(output))
@@ -163,47 +164,47 @@ def ask(engine: Engine, prompts: list[list[int]], output: int, first: int = 0) -
 
 
 def settle(engine: Engine) -> None:
-    """Waits for copies to other tiers."""
+    """Waits until copies to other tiers have ended."""
     while engine.settling:
         engine.step()
 
 
 def forget_device(engine: Engine) -> None:
-    """Evicts all that is kept on the device."""
+    """Evicts all cached sequences from the device."""
     settle(engine)
     while engine.scheduler.prefix_cache.evict():
         pass
 
 
 def figures(engine: Engine, asked: Asked, wall: float, before: dict[str, int]) -> dict[str, float | None]:
-    """Columns of a row; hit rates count prompt tokens."""
+    """Returns the columns of a row. Hit rates are shares of the prompt tokens."""
     p50, p99 = np.percentile(asked.to_first, (50, 99)).tolist()
     rates = {f"hit_rate_{tier}": (count - before[tier]) / asked.prompt for tier, count in hits(engine).items()}
     return {"wall_s": wall, "ttft_p50_s": p50, "ttft_p99_s": p99, "output_tokens_per_s": asked.output / wall, **rates}
 
 
 def hits(engine: Engine) -> dict[str, int]:
-    """Tokens found so far, by tier; 0 in those that there are not."""
+    """Returns the number of prompt tokens found so far on each tier; 0 for tiers that the engine does not have."""
     tiers = engine.stats().prefixes
     return {tier: tiers[tier].hit_tokens if tier in tiers else 0 for tier in ("device", "host", "disk")}
 
 
 def questions(engine: Engine, args: argparse.Namespace, count: int) -> list[list[int]]:
-    """Prompts of one document."""
+    """Returns ``count`` prompts that begin with one document, each with another question."""
     draw = random.Random(0)
     document = engines.random_prompt(engine, args.document, draw)
     return [document + engines.random_prompt(engine, args.own, draw) for _ in range(count)]
 
 
 def shared(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
-    """All requests at once."""
+    """Measures all requests at once."""
     prompts, before, start = questions(engine, args, args.requests), hits(engine), time.monotonic()
     asked = ask(engine, prompts, args.output)
     return figures(engine, asked, time.monotonic() - start, before)
 
 
 def one_by_one(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
-    """The first computes the document; before each of the others the device forgets it."""
+    """The first request computes the document. Before each other request, the document is evicted from the device."""
     first, *others = questions(engine, args, 1 + min(args.requests, 10))
     ask(engine, [first], args.output)
     before, all_asked, wall = hits(engine), Asked(), 0.0
@@ -217,7 +218,8 @@ def one_by_one(engine: Engine, args: argparse.Namespace) -> dict[str, float | No
 
 
 def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
-    """A document and one more token, several times; ``wall_s`` is the restore alone, from its launch."""
+    """Requests a document with an answer of one token several times. ``wall_s`` is the time of the restore alone, from
+    its launch."""
     document = engines.random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     before, asked, walls = hits(engine), Asked(), []
@@ -233,7 +235,8 @@ def restore(engine: Engine, tokens: int) -> dict[str, float | None]:
 
 
 def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float | None]:
-    """A document that only the disk has: the engine is opened anew, and the page cache has nothing of its file."""
+    """Requests a document that only the disk has: a new engine is opened, and the file is not in the operating system's
+    page cache."""
     document = engines.random_prompt(engine, tokens, random.Random(0))
     ask(engine, [document], 1)
     settle(engine)
@@ -264,14 +267,14 @@ def from_disk(engine: Engine, directory: Path, tokens: int) -> dict[str, float |
 
 
 def forget_pages(file: Path) -> None:
-    """Empties the page cache of a file."""
+    """Removes a file from the operating system's page cache."""
     with file.open("rb") as opened_file:
         os.fsync(opened_file.fileno())
         os.posix_fadvise(opened_file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def trace(engine: Engine, args: argparse.Namespace) -> dict[str, float | None]:
-    """Chats over documents."""
+    """Measures chats over documents."""
     shape = TraceShape(args.chats, args.turns, args.documents, args.shortest, args.document, args.own, args.at_once)
     chats = ChatTrace(shape, lambda tokens, draw: engines.random_prompt(engine, tokens, draw))
     total = sum(chats.lengths) * engine.cache.demand(args.document, args.document)["device"] / args.document
@@ -300,7 +303,7 @@ class Steps:
     seconds: float = 0.0
 
     def take(self, engine: Engine) -> None:
-        """One more step; raises ValueError if a request ends with it."""
+        """Runs and adds one more step. Raises ValueError if a request ends in this step."""
         start = time.monotonic()
         outputs = engines.step(engine)
         self.seconds += time.monotonic() - start
@@ -315,13 +318,14 @@ class Steps:
 
 
 def copies(engine: Engine, document: int, output: int) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Columns of two rows: for decode steps of a full batch alone, and for steps while its prompts are copied below the
-    device. The batch is prefilled without copies; then, a few sequences at a time, steps alone alternate with steps
-    during copies of those sequences, so that both see the same lengths.
+    """Columns of two rows: for decode steps of a full batch without copies, and for steps while the batch's prompts are
+    copied to lower tiers. The batch is prefilled without copies. Then, a few sequences at a time, steps without copies
+    alternate with steps during copies of these sequences, so that both kinds of steps have the same lengths.
 
     Args:
         document: tokens of each prompt; the prompts have nothing in common.
-        output: steps to measure alone. During copies there are as many as these take.
+        output: number of steps to measure without copies. The number of steps during copies depends on how long the
+            copies take.
     """
     draw, batch, prefixes = random.Random(0), engine.config.max_num_seqs, engine.scheduler.prefix_cache
     for number in range(batch):

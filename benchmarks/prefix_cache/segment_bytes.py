@@ -1,7 +1,7 @@
 """Bytes of the files that a prompt's segments are transferred as, by policy: a prompt of random tokens, on two layers
 
-The attention has Llama-3.1-8B's shape (8 kv heads of 128 dimensions), the weights are random and bytes do not depend
-on them. Layers are alike: a model of 32 has 16 times the bytes.
+The keys and values have Llama-3.1-8B's shape (8 kv heads of 128 dimensions). The weights are random; the number of
+bytes does not depend on them. All layers have the same number of bytes, so a model with 32 layers has 16 times as many.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, policy: str, length: int) -> tuple[int, int]:
-    """Bytes of a prompt's files, and how many of its tokens they hold."""
+    """Returns the bytes of a prompt's files, and the number of the prompt's tokens that they hold."""
     prompt = random.Random(0).choices(range(1, 128), k=length)
     with TemporaryDirectory() as directory:
         settings = {"load_format": "dummy", "device": "cpu", "dtype": "bfloat16", "max_num_seqs": 1, "role": "prefill"}

@@ -1,7 +1,8 @@
 """What recurrent states in bfloat16 cost a hybrid, against float32: KL per token, on a small model with random weights
 
-Both engines decode the same random tokens, one by one, so that every step rounds a state. Heads forget a token at once
-or after up to 10,000 tokens. Logits have a standard deviation of 3. Random weights say nothing about trained ones.
+Both engines decode the same random tokens, one by one, so that every step rounds a state. Some heads forget a token at
+once, others after up to 10,000 tokens. Logits have a standard deviation of 3. The result need not hold for trained
+weights.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MODEL = {
     "rms_norm_eps": 1e-6,
 }
 LOGITS, LONGEST = 3.0, 1e4
-"""Standard deviation of logits, and the most tokens after which a head forgets."""
+"""Standard deviation of the logits, and the number of tokens after which the slowest head forgets."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def measure(tokens: int) -> torch.Tensor:
-    """KL of each token's distribution with states in bfloat16 from that with states in float32, float32 [tokens]."""
+    """Returns KL(float32 || bfloat16), float32 [tokens], of the distributions after each token with states of the two
+    dtypes."""
     ids = random.Random(0).choices(range(MODEL["vocab_size"]), k=tokens)
     logits = []
     with TemporaryDirectory() as directory:

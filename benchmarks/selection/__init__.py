@@ -1,1 +1,1 @@
-"""How far steps are from full attention with other rules by which a sketch's tokens are selected."""
+"""Compares rules by which a sketch selects tokens: how far decode steps are from full attention under each rule."""

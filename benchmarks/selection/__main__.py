@@ -1,12 +1,12 @@
-"""Measures how far steps are from full attention, by the rule by which they select tokens.
+"""Measures, for several rules of selecting tokens, how far decode steps are from full attention.
 
-The prompt is computed once, exactly. It is forked into one row for each rule (``rules.py``), and all rows follow the
-tokens that full attention generates. Keys and values are exact, so only the selection differs.
+The prompt is computed once, exactly. Its sequence is forked into one sequence for each rule (``rules.py``), and all
+forks follow the tokens that full attention generates. Keys and values are exact, so only the selection differs.
 
-Results are rows of a CSV file, one for each prompt and rule: among others the KL to full attention, and the relative
-error of attention's output against exact attention of the same queries. Prompts that the file has are not measured
-again. ``--summary`` prints means over prompts, and each rule's KL and error divided by those of the former rule, with
-95 % intervals by bootstrap over prompts.
+Results are rows of a CSV file, one for each prompt and rule. Among others, a row has the KL to full attention, and the
+relative error of attention's output compared with exact attention of the same queries. Prompts that the file already
+has are not measured again. ``--summary`` prints means over prompts, and each rule's KL and error divided by those of
+the former rule (``FORMER``), with 95 % intervals by bootstrap over prompts.
 
     python -m benchmarks.selection --model smollm2-135m-64k --length 8224 --prompts 2 --out FILE
     python -m benchmarks.selection --out FILE --summary
@@ -44,7 +44,7 @@ from shadowkv.models.loader import LoadedModel
 
 
 class RuledCache(ObservedCache):
-    """A cache whose only group of layers has the index of all rules."""
+    """A cache with one group of layers, whose index (``ByRule``) applies all rules."""
 
     @property
     def index(self) -> ByRule:
@@ -54,18 +54,19 @@ class RuledCache(ObservedCache):
         return index
 
     def attend_exact(self, layer: int, q: Tensor, batch: DecodeBatch) -> None:
-        """Gives the index the log-sum-exps of the exact tokens. It is the cache's query hook."""
+        """The cache's query hook. Gives the index the log-sum-exps of the queries' logits with the tokens that stay
+        exact."""
         store = self.groups[0].store
         pages = store.k[layer], store.v[layer], batch.pages
         self.index.exact_lse = store.ops.paged_attention(q, *pages, batch.counts)[1]
 
 
 class Follower:
-    """The rows of all rules, and full attention, which they follow.
+    """A sequence for each rule, and one with full attention, whose tokens the others follow.
 
     Args:
-        capacity: tokens of a sequence, at most.
-        seed: seed of the rows' draws.
+        capacity: maximum number of tokens of a sequence.
+        seed: seed of the random numbers that rules select with.
     """
 
     def __init__(self, loaded: LoadedModel, capacity: int, seed: int = 0) -> None:
@@ -79,15 +80,16 @@ class Follower:
         self.errors: list[Tensor] = []
 
     def compare(self, seen: Attended) -> None:
-        """Adds the relative error of each row's output, [R], against exact attention of the same queries, which the
-        full cache computes one by one: it has one sequence."""
+        """Adds the relative error of each row's output, [R] (R rows, one per rule), compared with exact attention of
+        the same queries. The full cache has one sequence, so it computes the rows one by one."""
         assert self.full.batch is not None, "full attention comes first"
         exact = torch.cat([self.full.start(seen.layer, q, self.full.batch)() for q in seen.q.split(1)])
         exact, out = exact.flatten(1).double(), seen.out.flatten(1).double()
         self.errors.append((out - exact).norm(dim=1) / exact.norm(dim=1))
 
     def follow(self, prompt: list[int], steps: int, ends: set[int], until: float) -> Iterator[dict[str, str]]:
-        """Yields a row of results for each rule, of the steps up to ``until`` (``time.perf_counter``), at least one."""
+        """Yields a row of results for each rule. At most ``steps`` steps are measured. No step but the first begins
+        after ``until`` (a time of ``time.perf_counter``), and none follows a token of ``ends``."""
         self.index.reset()
         model, length = self.loaded.model, len(prompt)
         (exact, stored), logits = prefill_all(model, [self.full, self.cache], prompt, self.capacity)
@@ -129,8 +131,8 @@ class Follower:
 def prompts_of(
     kind: str, loaded: LoadedModel, count: int, tokens: int, new: int, seed: int
 ) -> Iterator[tuple[Prompt, int]]:
-    """Prompts of a kind of text or of a task of RULER with samples of that seed, and how many tokens to follow at
-    most."""
+    """Yields prompts of ``kind``, which is a kind of text or a task of RULER, each with the maximum number of tokens to
+    follow. RULER's samples are made from ``seed``."""
     if kind in NAMED:
         for prompt in read_prompts([Path(kind)], loaded.tokenizer, count, tokens):
             yield prompt, new
@@ -145,7 +147,8 @@ COLUMNS = ("weights", "draw", "runs", "tokens", "top-1, %", "KL, 10⁻³ nats", 
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    """The rows of a file of results; raises ValueError for a file of earlier versions, which measured less."""
+    """Returns the rows of a file of results. Raises ValueError for a file of an earlier version, which lacks some
+    columns."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         if missing := {"seed", "output_error"} - {*(reader.fieldnames or ())}:
@@ -154,7 +157,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def summarise(rows: list[dict[str, str]]) -> None:
-    """Prints a table for every length, over all its prompts and over those of each text."""
+    """Prints tables for every length: one over all prompts, and one for each kind of text."""
     measured: dict[tuple[str, str], dict[tuple[str, str], list[dict[str, str]]]]
     measured = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -167,7 +170,7 @@ def summarise(rows: list[dict[str, str]]) -> None:
 
 
 def _print_rules(prompts: list[list[dict[str, str]]]) -> None:
-    """Prints a line for every rule; ``prompts`` has the rows of each prompt, in the order of rules."""
+    """Prints a line for every rule. ``prompts`` has a list for each prompt: its rows, in the order of the rules."""
     kl, error, top1 = (
         np.array([[float(row[name]) for row in own] for own in prompts]) for name in ("kl", "output_error", "top1")
     )

@@ -2,12 +2,14 @@
 
 A rule has four parts:
 
-- ``weights``: what a token's weight is made of. ``unit`` is its largest product with a query of length 1, times the
-  mean length of the kv head's queries. ``logits`` is its largest logit of any query. ``kept`` is the logarithm of the
-  largest share that a query gives it in a softmax over the examined runs, ``shares`` in the whole softmax, with the
-  exact tokens.
-- ``draw``: ``halves`` takes half of the tokens by the largest weights and samples half by weights. ``chances`` gives
-  each token a chance of a factor times its weight, at most 1.
+- ``weights``: how a token's weight is computed. With ``unit`` it is the token's largest product with a query that is
+  scaled to length 1, times the mean length of the kv head's queries. With ``logits`` it is the token's largest logit
+  with any query. With ``kept`` and ``shares`` it is the logarithm of the largest share that any query's softmax gives
+  the token. For ``kept``, the softmax is over the examined runs; for ``shares``, the softmax also includes the tokens
+  that stay exact.
+- ``draw``: how tokens are drawn. ``halves`` selects half of the tokens by the largest weights, and samples the other
+  half in proportion to weights. ``chances`` samples each token with a probability in proportion to its weight, at most
+  1.
 - ``runs``: how many runs of 8 tokens are examined, as a multiple of ``FORMER_RUNS``.
 - ``tokens``: how many tokens are selected.
 
@@ -32,18 +34,19 @@ from shadowkv.ops.select_by_sketch.reference import CHUNK_SHARPNESS, RUN_SHARPNE
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN, decode_scale, plane_bits
 
 FORMER_RUNS = 480
-"""Number of examined runs of up to 61,440 tokens when a step selected 960 tokens."""
+"""Number of runs that a step examined, in contexts of up to 61,440 tokens, under the former rule, which selected 960
+tokens."""
 SHARE_SHARPNESS = 0.85
-"""Power of shares in weights."""
+"""Exponent of a token's share in its weight."""
 MOST = 960
-"""Columns of a selection: the largest number of tokens of a rule."""
+"""Number of columns of a selection: the largest ``tokens`` of all rules."""
 PER_OCTAVE, BINS = 8, 320
-"""Weights are counted in bins of an eighth of an octave, down to 2**-40 of the largest."""
+"""Bins per octave (factor of 2), and number of bins. The bins of weights reach down to 2**-40 of the largest weight."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The parts of a rule, as the module says."""
+    """The parts of a rule, as in the module's docstring."""
 
     weights: str
     draw: str
@@ -62,14 +65,14 @@ RULES = (
     *(Rule("shares", "chances", runs, tokens) for runs, tokens in ((1, 480), (1, 960), (2, 480))),
 )
 FORMER, TAKEN = RULES.index(Rule("unit", "halves", 1, 960)), RULES.index(Rule("logits", "halves", 1.5, 640))
-"""The rule of steps before, and the present one."""
+"""Indices in ``RULES`` of the rule that the engine used formerly, and of the one that it uses now."""
 
 
 def chances(log_weight: Tensor, tokens: int) -> Tensor:
-    """Probabilities in proportion to weights, at most 1, with a sum of ``tokens``.
+    """Returns probabilities, float32 [H, T], in proportion to weights, at most 1, with a sum of about ``tokens``.
 
     Args:
-        log_weight: float32 [H, T], logarithms to base 2; -inf for tokens that may not be drawn.
+        log_weight: float32 [H, T], logarithms of the weights to base 2; -inf for tokens that may not be drawn.
     """
     down = log_weight.amax(-1, keepdim=True) - log_weight
     bins, weight = (PER_OCTAVE * down).clamp(max=BINS - 1).long(), (-down).exp2()
@@ -88,18 +91,19 @@ def chances(log_weight: Tensor, tokens: int) -> Tensor:
 
 
 class ByRule(Sketch):
-    """An index with a rule for each row.
+    """An index that applies the rule ``RULES[i]`` to row i of a batch.
 
     Attributes:
-        exact_lse: float32 [R, H_q], of the exact tokens, by the layer that is to select.
-        counts: selected tokens of each call, int64 [R, H].
+        exact_lse: float32 [R, H_q] (H_q query heads), log-sum-exps over the tokens that stay exact, in the current
+            layer.
+        counts: for each call of ``select``, the number of selected tokens, int64 [R, H].
     """
 
     exact_lse: Tensor
     counts: list[Tensor]
 
     def reset(self) -> None:
-        """Forgets a prompt."""
+        """Forgets the counts and the cached sketches of the last prompt."""
         self.counts = []
         self._shared: dict[int, Tensor] = {}
 
@@ -129,7 +133,7 @@ class ByRule(Sketch):
         mean = q.unflatten(1, (heads, -1)) * store.state["sketch_mean"][layer][batch.states].unsqueeze(2)
         logits = queries.length.unflatten(1, (heads, -1)).unsqueeze(-1) * products
         of_kept = (logits + math.log(2) * stands_for.unsqueeze(2)).logsumexp(-1)
-        middle = mean.sum(-1) * q.shape[-1] ** -0.5  # which products leave out
+        middle = mean.sum(-1) * q.shape[-1] ** -0.5  # the mean key's logit, which products leave out
         of_all = torch.logaddexp(of_kept + middle, self.exact_lse.view_as(of_kept)) - middle
 
         probability = torch.zeros_like(stands_for)

@@ -1,1 +1,2 @@
-"""Servers, ours and a peer's, under the same arrivals: what clients see, and what our engine does without a server."""
+"""Our server and vLLM's under the same arrivals of requests: the times that clients see, and those of our engine
+without a server."""

@@ -1,10 +1,12 @@
-"""The table of serving: the same arrivals against a server that this starts, ours or vLLM's, or our engine alone.
+"""Writes the table of serving. It sends the same arrivals to a server that it starts (ours or vLLM's), or to our engine
+without a server.
 
-Cases: ``poisson``, 12 requests a second of 1,024 + 256 tokens; ``limits``, the highest rate of them at which 99 % have
-their first token within 200 ms and 20 ms for each after that; ``at-once``, 256 of them together; ``long``, one of
-61,184 + 256 tokens every four seconds; ``mixed``, 8 short ones a second for a minute beside a prompt of 122,000 tokens
-every 20 seconds, in a row each: ``mixed-short`` and ``mixed-long``. Rows that the file already has are not measured
-again, and ``limits`` goes on where it was interrupted. Flags after ``--`` are the server's, or the engine's.
+A short request has a prompt of 1,024 tokens and an answer of 256. Cases: ``poisson``, 12 short requests a second;
+``limits``, the highest rate of short requests at which 99 % have their first token within 200 ms and take at most 20 ms
+for each later token; ``at-once``, 256 short requests together; ``long``, a request of 61,184 + 256 tokens every four
+seconds; ``mixed``, 8 short requests a second for a minute, and beside them a prompt of 122,000 tokens every 20 seconds.
+``mixed`` has two rows: ``mixed-short`` and ``mixed-long``. Rows that the file already has are not measured again, and
+an interrupted search for ``limits`` continues. Flags after ``--`` are passed to the server, or to the engine.
 
     python -m benchmarks.serving --engine shadowkv --out results -- --model llama-3.1-8b --load-format dummy --kv full
     python -m benchmarks.serving --engine shadowkv-direct --out results -- --model llama-3.1-8b --load-format dummy
@@ -52,7 +54,7 @@ VERSIONS = ("torch", "triton", "numpy", "uvicorn", "pyzmq")
 
 
 class Failed(Exception):
-    """Requests came to no good end: there is no row."""
+    """Raised if requests fail or answers are too short. The case then gets no row."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,12 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows_of(case: str) -> list[str]:
-    """The names of a case's rows."""
+    """Returns the names of a case's rows."""
     return ["mixed-short", "mixed-long"] if case == "mixed" else [case]
 
 
 def about(args: argparse.Namespace, started: Sequence[str] | None, server: dict[str, Any]) -> dict[str, Any]:
-    """Where a row comes from; ``started`` is the server's command, ``server`` what it says of itself."""
+    """Returns the origin of a row. ``started`` is the server's command, and ``server`` the server's description of
+    itself."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in VERSIONS:
         try:
@@ -122,8 +125,8 @@ def about(args: argparse.Namespace, started: Sequence[str] | None, server: dict[
 
 
 def run_direct(args: argparse.Namespace, table: Table, cases: Sequence[str]) -> None:
-    """Rows of our engine without a server."""
-    from benchmarks.serving.direct import drive  # with PyTorch, which clients of a server need not load
+    """Adds the rows of our engine without a server."""
+    from benchmarks.serving.direct import drive  # it loads PyTorch, which clients do not need
     from benchmarks.sweeps.engines import opened
     from shadowkv.engine.config import EngineConfig
 
@@ -140,7 +143,7 @@ def run_direct(args: argparse.Namespace, table: Table, cases: Sequence[str]) -> 
 
 
 def run_server(args: argparse.Namespace, table: Table, cases: Sequence[str]) -> None:
-    """Rows of a server."""
+    """Starts a server, and adds its rows."""
     url = f"http://127.0.0.1:{args.port}/v1"
     module, environment = "shadowkv.serve", {}
     if args.engine == "vllm":
@@ -163,7 +166,7 @@ def run_server(args: argparse.Namespace, table: Table, cases: Sequence[str]) -> 
 
 
 def measure(args: argparse.Namespace, table: Table, case: str, url: str, origin: dict[str, Any]) -> None:
-    """Adds the rows of a case that a server answers."""
+    """Sends the requests of a case to the server, and adds the case's rows."""
     model, shape = origin["server"]["model_id"], args.shape
     if case == "limits":
         path = args.out / f"{args.label.replace(' ', '-')}-rates.json"
@@ -188,12 +191,13 @@ def measure(args: argparse.Namespace, table: Table, case: str, url: str, origin:
     rates = shape.mixed_rate, 1 / shape.mixed_every
     for name, length, rate in zip(rows_of(case), (shape.prompt, shape.mixed_prompt), rates, strict=True):
         some = [record for record in records if record.input_tokens == length]
-        last = max(record.chunks[-1] for record in some)  # each group's rates are of its own time
+        last = max(record.chunks[-1] for record in some)  # rates of each group are over the group's own time
         table.add(args.label, name, rate, result_of(some, len(some), start, last), origin)
 
 
 def send(url: str, model: str, arrivals: Sequence[Arrival], vocab_size: int) -> tuple[list[Record], int, float, float]:
-    """Records of all these requests, their number, and when the run began and ended; raises Failed if one failed."""
+    """Sends the requests. Returns their records, their number, and the times at which the run began and ended. Raises
+    Failed if a request failed, or if an answer is too short."""
     run = Replay(CompletionClient(url), arrivals)
     asyncio.run(run.run(model, vocab_size))
     failed = [record.error for record in run.records if record.error is not None]

@@ -1,4 +1,4 @@
-"""The cases: which requests arrive when. Every engine gets the same ones."""
+"""The cases: which requests arrive at which time. Every engine gets the same requests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from shadowkv.bench.arrivals import Arrival, draw_arrivals
 
 CASES = ("poisson", "limits", "at-once", "long", "mixed")
 DIRECT = ("poisson", "at-once")
-"""Those that an engine without a server is given."""
+"""Cases of an engine without a server."""
 
 LIMITS = {"ttft": 200.0, "tpot": 20.0}
-"""ms: what goodput means in every row, and ``limits`` searches for."""
+"""Limits in milliseconds, for the first token (``ttft``) and per later token (``tpot``). Every row's goodput counts the
+requests within both. The case ``limits`` searches for the highest rate at which 99 % of the requests stay within
+both."""
 
 SEED, WARM_UP_SEED, SEARCH_SEED = 0, 1 << 20, 1 << 21
-"""Of a case's requests, of those before them, and from where on of the runs of a search: no two have a prompt in
-common that a server could have cached."""
+"""Seed of a case's requests, seed of the warm-up requests, and first seed of the runs of a search. They are so far
+apart that no two runs have a prompt in common, which a server could have cached."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Shape:
 
 
 def parse_change(text: str) -> tuple[str, float]:
-    """A field of Shape and its value, as ``prompt=128``; raises ArgumentTypeError for anything else."""
+    """Parses a field of Shape and its value, such as ``prompt=128``. Raises ArgumentTypeError for any other text."""
     name, _, value = text.partition("=")
     types = {field.name: type(field.default) for field in fields(Shape)}
     try:
@@ -52,12 +54,12 @@ def parse_change(text: str) -> tuple[str, float]:
 
 
 def rate_of(case: str, shape: Shape) -> float | None:
-    """Requests a second of a case; None where all come at once, or the rate is what is searched for."""
+    """Returns the requests per second of a case. None if all arrive at once, or if the case searches for the rate."""
     return {"poisson": shape.rate, "long": shape.long_rate, "mixed": shape.mixed_rate}.get(case)
 
 
 def arrivals_of(case: str, shape: Shape) -> list[Arrival]:
-    """The requests of a case: of ``limits``, those of its first run."""
+    """Returns the requests of a case; for ``limits``, those of the first run."""
     short = shape.prompt, shape.answer
     if case == "at-once":
         return draw_arrivals(shape.at_once, math.inf, *short, SEED + 1)
@@ -66,7 +68,7 @@ def arrivals_of(case: str, shape: Shape) -> list[Arrival]:
     if case == "mixed":
         count = max(1, round(shape.mixed_rate * shape.mixed_seconds))
         arrivals = draw_arrivals(count, shape.mixed_rate, *short, SEED + 3)
-        # The first long one comes half a period after the start, into requests that are under way.
+        # The first long request arrives half a period after the start, when short requests are running.
         prompts = max(1, round(shape.mixed_seconds / shape.mixed_every))
         seeds = draw_arrivals(prompts, math.inf, shape.mixed_prompt, shape.answer, SEED + 4)
         longs = [replace(one, timestamp=(n + 0.5) * shape.mixed_every) for n, one in enumerate(seeds)]
@@ -75,7 +77,8 @@ def arrivals_of(case: str, shape: Shape) -> list[Arrival]:
 
 
 def warm_up_of(case: str, shape: Shape) -> list[Arrival]:
-    """A few requests of each length of a case, all at once, with short answers: what starts up on first use has."""
+    """Returns warm-up requests: a few of each prompt length of a case, all at once, with short answers. After them,
+    everything that is loaded or compiled on first use is ready."""
     lengths = {arrival.input_length for arrival in arrivals_of(case, shape)}
     few = {length: 16 if length == shape.prompt else 1 for length in lengths}
     answer = min(8, shape.answer)

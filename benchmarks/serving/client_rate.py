@@ -1,8 +1,8 @@
-"""How many events a second the benchmark's client can take on one core, from a server of made-up answers.
+"""Measures how many events per second the benchmark's client can read on one core, from a server of made-up answers.
 
-Streams are answered together, an event of each in turn, ``--steps`` times a second: what a server sends that decodes a
-batch. A client that keeps up reads every event by itself, which is the most that events cost. What counts is the
-client's own processor time; the server is a process of its own.
+The server sends an event to every stream ``--steps`` times a second, as a server does that decodes a batch. A client
+that keeps up reads every event separately, which is the most expensive way. Only the client's own processor time is
+counted; the server is another process.
 
     python -m benchmarks.serving.client_rate --streams 256 --events 400 --steps 100
 """
@@ -24,14 +24,14 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 
 
 def event(choices: list[dict[str, object]], usage: dict[str, int] | None = None) -> bytes:
-    """A chunk with one event of a completion."""
+    """Returns an HTTP chunk with one event of a completion."""
     about = {"id": "cmpl-0123456789abcdef0123456789abcdef", "object": "text_completion", "created": 1790000000}
     data = f"data: {json.dumps({**about, 'model': 'made-up', 'choices': choices, 'usage': usage})}\n\n".encode()
     return f"{len(data):x}\r\n".encode() + data + b"\r\n"
 
 
 async def serve(ready: Connection, streams: int, events: int, steps: float) -> None:
-    """Answers ``streams`` requests together, when all have come."""
+    """Waits until ``streams`` requests have arrived, and answers them together."""
     waiting: list[asyncio.StreamWriter] = []
     token = event([{"index": 0, "text": " token", "logprobs": None, "finish_reason": None}])
     end = event([], {"prompt_tokens": 1, "completion_tokens": events, "total_tokens": events + 1})
@@ -70,7 +70,7 @@ def run_server(ready: Connection, streams: int, events: int, steps: float) -> No
 
 
 async def measure(port: int, streams: int, events: int) -> tuple[float, float]:
-    """Wall and processor seconds of the client."""
+    """Reads all streams. Returns the wall-clock seconds and the client's processor seconds."""
     client, records = CompletionClient(f"http://127.0.0.1:{port}/v1"), [Record(0.0, 1) for _ in range(streams)]
     wall, own = time.perf_counter(), time.process_time()
     await asyncio.gather(*(client.stream(b"{}", record) for record in records))

@@ -1,4 +1,4 @@
-"""Our engine under a trace's arrivals without a server: steps in a loop, requests added between them."""
+"""Runs our engine on a trace's arrivals without a server. It makes steps in a loop, and adds requests between steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shadowkv.engine.engine import Engine
 
 
 def drive(engine: Engine, arrivals: Sequence[Arrival], vocab_size: int) -> tuple[list[Record], float, float]:
-    """Records in order of arrival, and when the run began and ended.
+    """Returns records in order of arrival, and the times at which the run began and ended.
 
-    A request counts as sent when it arrives, also if that is during a step. A step's tokens come when it has returned.
-    Raises RuntimeError for a request that fails.
+    A request counts as sent at its arrival time, even if it arrives during a step and has to wait. Tokens count as
+    received when their step has returned. Raises RuntimeError for a request that fails.
     """
     prompts = [arrival.prompt(vocab_size) for arrival in arrivals]
     start, added = time.perf_counter(), 0

@@ -1,13 +1,13 @@
-"""Asks a running server's page three questions about each of five documents, and keeps the answers as they are.
+"""Asks a running server's web page three questions about each of five documents, and keeps the answers unchanged.
 
 shadowkv serve --model smollm2-135m-64k-chat
 apt-get download debian-history doc-debian texlive-base base-files
 for package in *.deb; do dpkg -x $package unpacked; done
 python -m benchmarks.serving.document_answers --root unpacked --out results/answers/smollm2-135m-64k-chat.json
 
-Chromium does what somebody at the page does: adds the document, asks, and asks twice more in the same chat. Documents
-that the file has already are not asked about again. An answer counts as right where it has all of the words that are
-expected. With --summary the files given are made into one Markdown text instead, and nothing is asked.
+Chromium acts as a user of the page: it adds the document, asks a question, and asks two more in the same chat.
+Documents that the file already has are skipped. An answer counts as right if it matches all expected patterns. With
+--summary, nothing is asked: the answers in the given files are printed as one Markdown text.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
 
 MAX_SECONDS = 1800
-"""Within which an answer must have come: a model of 1.5B reads 18,000 tokens in minutes."""
+"""Time limit of an answer. On a CPU, a model of 1.5B parameters takes minutes for a prompt of 18,000 tokens."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A file of a Debian package, and questions about it, each with patterns that a right answer has."""
+    """A file of a Debian package, and questions about it. Each question has patterns, all of which a right answer
+    matches."""
 
     name: str
     package: str
@@ -111,12 +112,12 @@ KEPT = """() => new Promise((resolve, reject) => {
     reading.onsuccess = () => { opening.result.close(); resolve(reading.result); };
   };
 })"""
-"""The chats that the page keeps."""
+"""JavaScript that returns the chats that the page keeps."""
 
 
 @contextmanager
 def opened_page(url: str) -> Iterator[Any]:
-    """The server's page in a browser that has never seen it."""
+    """A context manager that yields the server's page, opened in a new browser without data of earlier visits."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -131,7 +132,7 @@ def opened_page(url: str) -> Iterator[Any]:
 
 
 def asked_about(document: Document, raw: bytes, url: str) -> dict[str, Any]:
-    """What the page keeps of a chat about a document."""
+    """Asks all questions about a document in one chat. Returns the chat as the page keeps it."""
     with opened_page(url) as page:
         name = Path(document.path).name.removesuffix(".gz")
         page.set_input_files("#file", {"name": name, "mimeType": "application/octet-stream", "buffer": raw})
@@ -149,7 +150,7 @@ def asked_about(document: Document, raw: bytes, url: str) -> dict[str, Any]:
 
 
 def record(document: Document, raw: bytes, chat: dict[str, Any]) -> dict[str, Any]:
-    """A document's part of the file."""
+    """Returns a document's entry in the file of answers."""
     answers = []
     for turn in chat["turns"]:
         [answer] = turn["answers"]
@@ -161,21 +162,21 @@ def record(document: Document, raw: bytes, chat: dict[str, Any]) -> dict[str, An
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """Whether an answer has all that is expected, in any case of letters: ``right`` or ``wrong``."""
+    """Returns ``right`` if an answer matches all expected patterns, in upper or lower case, else ``wrong``."""
     expected = {question: words for document in DOCUMENTS for question, words in document.questions.items()}
     found = (re.search(words, answer["text"], re.IGNORECASE | re.DOTALL) for words in expected[answer["question"]])
     return "right" if all(found) else "wrong"
 
 
 def in_numbers(answers: list[dict[str, Any]]) -> str:
-    """How many answers are right, and how many the page stopped because they repeated themselves."""
+    """Returns, as text, how many answers are right, and how many the page stopped because they repeated themselves."""
     right = sum(verdict(answer) == "right" for answer in answers)
     stopped = sum(answer["end"] == "repeated" for answer in answers)
     return f"{right} of {len(answers)} right, {stopped} stopped in a loop"
 
 
 def summary(files: list[Path]) -> str:
-    """All answers in Markdown: a table of how many are right, then each question with what the models answered."""
+    """Returns all answers in Markdown: a table of how many are right, then each question with the models' answers."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     models = [run["model"] for run in runs]
     chats = [{one["name"]: one for one in run["documents"]} for run in runs]
@@ -199,7 +200,7 @@ def summary(files: list[Path]) -> str:
 
 
 def main() -> int:
-    """Asks about all documents that the file lacks, or prints a summary of files."""
+    """Asks about all documents that the file does not have, or prints a summary of files. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.document_answers", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--url", default="http://localhost:8000", help="the server (default: %(default)s)")

@@ -1,8 +1,9 @@
-"""A second witness: guidellm, the vLLM project's load generator, replays the same trace against the same server.
+"""Checks the benchmark's client with another one: guidellm, the vLLM project's load generator, replays the same trace
+against the same server.
 
-Its prompts are made-up text of as many tokens, by a tokenizer that must be the server's. What it calls ITL is what
-vLLM's benchmark calls TPOT, and its TPOT has the first token in it; there is no figure here of the gaps between single
-tokens.
+guidellm's prompts are made-up texts with the trace's numbers of tokens, counted by a tokenizer that must be the
+server's. guidellm's ITL is the TPOT of vLLM's benchmark, and guidellm's TPOT includes the first token. It has no figure
+for the gaps between single tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from benchmarks.serving.cases import LIMITS
 def replay_with_guidellm(
     program: str, base_url: str, trace: Path, tokenizer: Path, folder: Path, label: str
 ) -> dict[str, Any]:
-    """Figures as of ``result_of``, without gaps; ``program`` is a command. Raises RuntimeError if it or a request
-    fails."""
+    """Replays a trace with guidellm, started by the command ``program``. Returns the figures that ``result_of``
+    returns, without those of gaps. Raises RuntimeError if guidellm or a request fails."""
     out = (folder / f"{label.replace(' ', '-')}.guidellm.json").resolve()
     target = base_url.removesuffix("/v1")
     data = {"kind": "trace_synthetic", "source": {"kind": "json_file", "path": str(trace.resolve())}}
@@ -50,7 +51,8 @@ def replay_with_guidellm(
 
 
 def figures_of(benchmark: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a benchmark in guidellm's report, by vLLM's definitions and names, from its single requests."""
+    """Computes figures with vLLM's definitions and names from the single requests in guidellm's report of a
+    benchmark."""
     requests = benchmark["requests"]["successful"]
     ttft = [request["time_to_first_token_ms"] for request in requests]
     tpot = [request["inter_token_latency_ms"] for request in requests]

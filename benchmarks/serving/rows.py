@@ -1,4 +1,4 @@
-"""Rows of the table of serving, and beside each a file of where it comes from and of every request's times."""
+"""Rows of the table of serving. Each row has a JSON file with its origin and with the times of every request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ COLUMNS = (
 
 
 class Table:
-    """``summary.csv`` in a folder, a row for each engine and case, and ``ENGINE-CASE.json`` beside it."""
+    """``summary.csv`` in a folder, with a row for each engine and case, and a file ``ENGINE-CASE.json`` for each
+    row."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / "summary.csv"
@@ -33,7 +34,7 @@ class Table:
     def add(
         self, engine: str, case: str, rate: float | None, result: Mapping[str, Any], about: Mapping[str, Any]
     ) -> None:
-        """Appends a row, prints it, and writes ``result`` and ``about``, where it comes from, beside it."""
+        """Appends a row, prints it, and writes ``result`` and ``about`` (the row's origin) into the row's JSON file."""
         names = {column: f"{column.split('_')[1]}_{column.split('_')[0]}_ms" for column in COLUMNS[3:8]}
         row = {"engine": engine, "case": case, "rate": rate, **{name: result[of] for name, of in names.items()}}
         row |= {"output_tokens_per_s": result["output_throughput"], "goodput": result["request_goodput"]}
@@ -49,14 +50,15 @@ class Table:
 
 
 def result_of(records: Sequence[Record], asked: int, start: float, end: float) -> dict[str, Any]:
-    """Figures, goodput under ``LIMITS``, and every request; ``asked`` is how many there should be."""
+    """Returns the figures of the records, the goodput within ``LIMITS``, and the times of every request. ``asked`` is
+    the number of requests that were sent."""
     found = figures(records, len(records), start, end, percentiles=(50, 90, 99))
     found |= goodput(records, asked, end - start, LIMITS)
     return {**found, "requests": [details(record, start) for record in records]}
 
 
 def device() -> str | None:
-    """The GPU and its driver; None without one."""
+    """Returns the names of the GPU and its driver version. None without a GPU."""
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() or None

@@ -1,19 +1,21 @@
-"""Decode speed with drafts over that without, and the drafted tokens that are accepted, on answers of a real model:
-text that is quoted, text that is edited (with the text as ``prediction``), free chats, and texts that go on
-with essays or source files.
+"""Measures decode speed with drafts relative to that without, and the drafted tokens that are accepted. Answers are
+those of a real model: quoted text, edited text (with the original as ``prediction``), free chats, and continuations of
+essays or source files.
 
-Both engines are in one process and have the same weights. They answer in turn, ``--rounds`` times; an answer that
-differs is printed. Rows that the file has are not measured again. A ratio is that of the sums of the rounds' median
-times between the first token and the last:
+An engine with drafts and one without run in one process with the same weights. They answer in turn, ``--rounds`` times.
+If the answers differ, a message is printed. Rows that the file already has are not measured again. A prompt's time is
+the median over rounds of the time from the first token to the last. A row's ratio is the sum of these times without
+drafts, divided by the sum with drafts:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
 
-Acceptance of the model's own drafts, whether they pay on this machine or not:
+To measure the acceptance of the model's own drafts even if they do not pay on this machine:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k --method sparse --k 6 --always \
         --kv full:dense_below=0 --tasks essays code --context 8192 --rounds 1 --out results/sparse.csv
 
-A model with random weights quotes nothing. It has its own answer as ``prediction``, in which one token in 16 is wrong:
+A model with random weights cannot quote. The task ``known`` gives it its own answer as ``prediction``, with one token
+in 16 replaced:
 
     python -m benchmarks.serving.speculation --model qwen3.5-9b --load-format dummy --dtype float32 --tasks known \
         --hf-overrides '{"num_hidden_layers": 12, "vocab_size": 32000, ...}' --context 512 --out results/hybrids.csv
@@ -56,26 +58,26 @@ KEY = COLUMNS[:6]
 TASKS = ("quote", "edit", "chat")
 KNOWN = "known"
 REPLACED_EVERY = 16
-"""Of the tokens of a known answer, one of this many is replaced in its prediction."""
+"""One in this many tokens of a known answer is replaced in the prediction."""
 TEXTS = {"essays": 0.0, "code": 0.0, "sampled-essays": 1.0, "sampled-code": 1.0}
-"""Tasks that go on with a text, and their temperatures."""
+"""Tasks that continue a text, and their temperatures."""
 WORD, OTHER = "people", "persons"
-"""The word that an edit replaces, and by what."""
+"""The word that the task ``edit`` replaces, and the word that it writes instead."""
 
 
 class Always(Account):
-    """Drafts as many tokens as fit."""
+    """An account that always drafts as many tokens as possible."""
 
     def length(self, drafts: Sequence[tuple[float, int]], *others: Any) -> int:
-        """Returns the most tokens of all drafts."""
+        """Returns the largest maximum of all drafts."""
         return max(most for _, most in drafts)
 
 
 def requests(
     engine: Engine, task: str, context: int, tokens: int, prompts: int
 ) -> Iterator[tuple[list[int], SamplingParams]]:
-    """Prompts of a task with about ``context`` tokens, and how they are answered. ``prompts`` is the number of those
-    that are cut from texts."""
+    """Yields prompts of a task, each of about ``context`` tokens, with sampling parameters. For tasks that continue a
+    text, ``prompts`` is the number of prompts."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     def prompt(text: str) -> list[int]:
@@ -110,7 +112,7 @@ def requests(
 
 
 def answer(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """An answer's tokens, and seconds from the first of them to the last."""
+    """Returns the tokens of an answer, and the seconds from its first token to its last."""
     engine.add_request("alone", prompt, params)
     said, first = list[int](), 0.0
     while engine.has_work:
@@ -121,14 +123,14 @@ def answer(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[l
 
 
 def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str, context: int) -> dict[str, Any]:
-    """A row."""
+    """Measures a task with both engines. Returns a row."""
     kv = plain.config.policy
     drafts = drafting.decode_steps.speculation
     assert drafts is not None, "one engine drafts"
     before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
     times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
     for prompt, params in requests(plain, task, context, args.tokens, args.prompts):
-        wanted, _ = answer(plain, prompt, params)  # warms up, and fills the prefix cache
+        wanted, _ = answer(plain, prompt, params)  # a warm-up, which also fills the prefix cache
         for engine in times:
             times[engine].append([])
         for _ in range(args.rounds):

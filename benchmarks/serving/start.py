@@ -1,8 +1,8 @@
-"""How long a server takes from its command to a first token, several times one after the other.
+"""Measures the time from a server's start to its first token, several times one after the other.
 
-``python -m benchmarks.serving.start [--times N] [--out FOLDER] -- [flags of shadowkv serve]`` prints a line for each,
-to a fifth of a second, and leaves the servers' logs in the folder: their lines say what is done until when. The first
-has everything to compile that was not compiled before.
+``python -m benchmarks.serving.start [--times N] [--out FOLDER] -- [flags of shadowkv serve]`` prints a line for each
+start, precise to a fifth of a second. The servers' logs stay in the folder, and their lines show the steps of a start
+with their times. The first start also compiles everything that was not compiled before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PROMPT = "The capital of France is"
 
 
 def seconds_to_first_token(flags: list[str], port: int, log: Path) -> tuple[float, float, str]:
-    """Until the server answers, until it has given a token, and that token; raises RuntimeError where it does not
-    start."""
+    """Starts a server. Returns the seconds until it answers, the seconds until its first token, and the token's text.
+    Raises RuntimeError if the server does not start."""
     url = f"http://127.0.0.1:{port}/v1"
     began = time.monotonic()
     with running([sys.executable, "-m", "shadowkv.serve", "--port", str(port), *flags], url, log, {}):

@@ -1,1 +1,1 @@
-"""Whole engines: prefill, decode, mixed load, several GPUs, policies side by side, CPUs."""
+"""Benchmarks of whole engines: prefill, decode, mixed load, several GPUs, comparisons of policies, and CPUs."""

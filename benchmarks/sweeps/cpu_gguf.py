@@ -1,8 +1,8 @@
-"""A GGUF file on a CPU, its weights in the file's blocks and dequantized at load: memory, prefill and decode.
+"""A GGUF file on a CPU, with weights kept in the file's blocks, and dequantized at load: memory, prefill and decode.
 
 Runs alternate, each in a separate process: ``python -m benchmarks.sweeps.cpu_gguf model.gguf --out model.json``. The
-model may also be a catalogue name. One thread computes, and what counts is its CPU time, of the fastest prefill and
-step: others may use the machine.
+model may also be a catalogue name. One thread computes. Figures are from its CPU time in the fastest prefill and step,
+because other processes may use the machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ PROMPT, STEPS, PREFILLS = 512, 8, 2
 
 
 def memory() -> dict[str, float]:
-    """GiB of this process in memory, now and at the peak."""
+    """Returns the memory that this process uses, now and at its peak, in GiB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {"resident_gib": int(lines["VmRSS"].split()[0]) / 2**20, "peak_gib": int(lines["VmHWM"].split()[0]) / 2**20}
 
 
 def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, float]:
-    """Memory after loading, before any cache; then tokens per second of one prompt, and of steps of each batch."""
+    """Returns the memory after loading (without a cache), the prompt tokens per second, and the tokens per second of
+    decode steps of each batch size."""
     import torch
 
     from shadowkv.engine.config import EngineConfig
@@ -35,7 +36,7 @@ def run(model: str, dtype: str, blocks: bool, batches: list[int]) -> dict[str, f
 
     torch.set_num_threads(1)
     if not blocks:
-        storage.keeps = lambda form, device: False  # as on a GPU
+        storage.keeps = lambda form, device: False  # dequantizes, as on a GPU
     start = time.process_time()
     loaded = load_model(model, dtype=dtype, max_model_len=1024)
     figures = {"load_s": time.process_time() - start, "weights_gib": loaded.model.num_bytes / 2**30, **memory()}

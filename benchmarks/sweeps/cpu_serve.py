@@ -1,8 +1,9 @@
-"""CPU throughput on a ragged mix against ``transformers``: 48 prompts of 64 to 960 tokens, 64 new tokens each.
+"""CPU throughput compared with ``transformers``, on 48 prompts of 64 to 960 tokens with 64 new tokens each.
 
-Every run is a separate process (so that peak memory is its own), ours and theirs alternating, each in float32 and
-bfloat16: ``python -m benchmarks.sweeps.cpu_serve --rounds 2 --out benchmarks/results/cpu/cpu_serve.json``.
-Prompts are random tokens from a fixed seed; end tokens are ignored, so that every run generates the same number.
+Every run is a separate process, so that its peak memory is its own. Runs of our engine and of transformers alternate,
+each in float32 and bfloat16: ``python -m benchmarks.sweeps.cpu_serve --rounds 2 --out
+benchmarks/results/cpu/cpu_serve.json``. Prompts are random tokens from a fixed seed; end tokens are ignored, so that
+every run generates the same number.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SEQUENCES, SHORTEST, LONGEST, NEW_TOKENS = 48, 64, 960, 64
 
 
 def prompts() -> list[list[int]]:
-    """Lengths spread evenly, in random order."""
+    """Returns prompts whose lengths are evenly spread, in random order."""
     rng = random.Random(0)
     lengths = [SHORTEST + round(i * (LONGEST - SHORTEST) / (SEQUENCES - 1)) for i in range(SEQUENCES)]
     rng.shuffle(lengths)
@@ -32,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 
 def run_ours(dtype: str, kv: str) -> dict[str, float]:
-    """Times the engine; its prefill and its decode steps overlap, so decode is timed once all prompts are in."""
+    """Times our engine. Its prefill and decode steps overlap, so decode is timed from when all sequences run."""
     from shadowkv import LLM, SamplingParams
 
     llm = LLM(MODEL, kv=kv, dtype=dtype, max_num_seqs=SEQUENCES, max_model_len=LONGEST + NEW_TOKENS)
@@ -56,7 +57,8 @@ def run_ours(dtype: str, kv: str) -> dict[str, float]:
 
 
 def run_theirs(dtype: str) -> dict[str, float]:
-    """Times ``generate`` on the left-padded batch; the stopping criterion is called once per token."""
+    """Times ``generate`` of transformers on the left-padded batch. The stopping criterion, which is called once per
+    token, records the times of tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +88,7 @@ def run_theirs(dtype: str) -> dict[str, float]:
 
 
 def summary(seconds: float, first: float, decode: float) -> dict[str, float]:
-    """The figures of one run; memory is the process's peak, weights included."""
+    """Returns the figures of one run. Memory is the peak of the process, including weights."""
     tokens = sum(map(len, prompts())) + SEQUENCES * NEW_TOKENS
     return {
         "seconds": seconds,
@@ -134,7 +136,7 @@ def main() -> int:
 
 
 def report(runs: dict[str, list[dict[str, float]]]) -> None:
-    """Medians, and ours over theirs, each at its best dtype."""
+    """Prints medians, and the ratio of our speed to that of transformers, each with its faster dtype."""
     medians = {
         name: {key: statistics.median(run[key] for run in repeats) for key in repeats[0]}
         for name, repeats in runs.items()

@@ -1,11 +1,13 @@
-"""How many blocks of keys a sparse prefill attends to, and what of the attention they do not represent, for RULER's.
+"""Measures, on RULER's prompts, how many blocks of keys a sparse prefill attends to, and how much of the attention
+these blocks do not represent.
 
-Densities by position go to a JSON file, in which each model has an entry: shares of the blocks up to each tile, as in
-``--replay`` of the sweeps; the file's ``replay`` is that flag's value, at each length of the model that keeps most.
-``--extrapolate`` adds longer prompts, from how the blocks of a tile grow with its position. ``--mass-out`` adds rows to
-a CSV file: the share of the exact softmax that a tile's blocks leave out or count too often, on average over its
-queries, as mean and 99th percentile over tiles, heads and layers, and the same for the query of a tile where it is
-most. Tiles that attend to everything, because they end the prompt, do not count there.
+A density is the share of the blocks up to a tile that the tile attends to. Densities go to a JSON file, in which each
+model has an entry. The file's ``replay`` is a value for the sweeps' flag ``--replay``: for each length, the density of
+the model that keeps most blocks. ``--extrapolate`` adds longer prompts, whose densities are extrapolated from how the
+number of a tile's blocks grows with the tile's position. ``--mass-out`` adds rows to a CSV file. A row has the share of
+the exact softmax that a tile's blocks leave out or count too often. One pair of columns has the mean and the 99th
+percentile, over tiles, heads and layers, of the tile's mean over its queries; another pair has those of the tile's
+worst query. Rows leave out the last tiles of a prompt, which attend to everything.
 
     python -m benchmarks.sweeps.density --adapter smollm2-135m-64k --rope-theta 4e6 --length 16384 32768 61440 \\
         --extrapolate 124928 249856 --out results/prefill/density.json --mass-out results/prefill/mass.csv
@@ -42,10 +44,11 @@ from shadowkv.ops.select_blocks.reference import BLOCK, Blocks
 TASKS = ("niah_multivalue", "vt", "qa_1", "fwe", "niah_multikey_3")
 
 ROWS = 4096
-"""Queries of a head whose exact softmax is computed at once: whole tiles."""
+"""Number of queries of a head whose exact softmax is computed at once. They form whole tiles."""
 
 Kept = dict[int, float]
-"""By a tile's position, counted from the prompt's start: blocks that it attended to, averaged over layers and heads."""
+"""Number of blocks that a tile attended to, averaged over layers and heads, by the tile's number counted from the
+prompt's start."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class LeftOut:
-    """Shares of their exact attention that tiles leave out, of some prompts."""
+    """Collects the shares of exact attention that tiles of several prompts leave out."""
 
     def __init__(self) -> None:
         self._means: list[Tensor] = []
@@ -111,17 +114,19 @@ class LeftOut:
 
 
 def left_out(q: Tensor, k: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Shares of the softmax over all keys that a tile's blocks do not represent: how far the sum of their shares, each
-    times as many blocks as it stands for, is from 1.
+    """Returns the shares of the exact softmax that the tiles' blocks do not represent. A sampled block stands for
+    several blocks, so its share is multiplied by this number. The result for a query is the distance from 1 of the sum
+    over the listed blocks.
 
     Args:
-        q: RoPE-rotated queries [n, H_q, d], the last of m positions.
+        q: RoPE-rotated queries [n, H_q, d], the last n of m positions (H_q query heads, H kv heads, d dimensions of a
+            head).
         k: RoPE-rotated keys [m, H, d].
         blocks: as ``select_blocks`` returns them.
 
     Returns:
-        Of tiles that are full and do not attend to everything, of all heads together: the mean over a tile's queries,
-        and the largest, float32 [tiles].
+        The mean over a tile's queries, and the largest of them, both float32 [tiles]. All heads' tiles are included,
+        except tiles that are not full or attend to everything.
     """
     (n, query_heads, dim), (m, heads) = q.shape, k.shape[:2]
     indices, counts, weights = blocks
@@ -150,7 +155,7 @@ def left_out(q: Tensor, k: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def add_row(path: Path, row: dict[str, object]) -> None:
-    """Appends a row to a CSV file, which begins with the names of the columns."""
+    """Appends a row to a CSV file. A new file begins with the names of the columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     row |= {name: value for name, value in provenance().items() if name in ("commit", "command", "gpu")}
     new = not path.exists()
@@ -163,11 +168,11 @@ def add_row(path: Path, row: dict[str, object]) -> None:
 
 
 def add_model(path: Path, name: str, figures: dict[str, Any]) -> dict[str, Any]:
-    """Writes a model's figures beside those of others in the file; returns all."""
+    """Adds a model's figures to the file. Returns the content of the file."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"models": {}}
     content["models"][name] = figures
     largest: dict[str, float] = {}
-    for kind in ("extrapolated", "density"):  # what was measured counts where there is both
+    for kind in ("extrapolated", "density"):  # measured values replace extrapolated ones
         here: dict[str, float] = {}
         for model in content["models"].values():
             for length, value in model[kind].items():
@@ -180,9 +185,10 @@ def add_model(path: Path, name: str, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(loaded: LoadedModel, prompt: list[int], error: float, gone: LeftOut | None = None) -> Kept:
-    """Blocks kept for one prompt, and what they leave out; raises ValueError if none of its blocks is sparse."""
+    """Returns the number of blocks that tiles of a prompt attend to, and adds what they leave out to ``gone``. Raises
+    ValueError if the prompt has no sparse tile."""
     cache = open_cache(loaded, preset("full", prefill="sparse", prefill_error=error), len(prompt) + 1)
-    seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the position of the first tile
+    seen: defaultdict[int, list[Tensor]] = defaultdict(list)  # by the number of the first tile of a block of queries
 
     def hook(layer: int, q: Tensor, k: Tensor, blocks: Blocks) -> Blocks:
         indices, counts, _ = blocks
@@ -200,20 +206,22 @@ def measure(loaded: LoadedModel, prompt: list[int], error: float, gone: LeftOut 
 
 
 def mean(prompts: Sequence[Kept]) -> Kept:
-    """Mean tile by tile, over the prompts that have it."""
+    """Returns the mean of each tile, over the prompts that have this tile."""
     tiles = sorted({tile for kept in prompts for tile in kept})
     return {tile: float(np.mean([kept[tile] for kept in prompts if tile in kept])) for tile in tiles}
 
 
 def density(kept: Kept, first: int = 0, stop: int | None = None) -> float:
-    """Share of the blocks up to each tile from ``first`` to before ``stop``, with equal weight for each block."""
+    """Returns the share of the blocks up to a tile that the tile attends to, over the tiles from ``first`` to before
+    ``stop``. Each block has the same weight."""
     tiles = [tile for tile in kept if tile >= first and (stop is None or tile < stop)]
     return sum(kept[tile] for tile in tiles) / sum(tile + 1 for tile in tiles)
 
 
 def growth(kept: Kept) -> tuple[float, float]:
-    """Factor and exponent of the power of a tile's position, counted from 1, that its blocks follow: the least-squares
-    fit of their logarithms over the tiles that choose, without the last ones, which attend to everything."""
+    """Returns factor and exponent of a power law: number of blocks of a tile = factor * position ** exponent, with
+    positions counted from 1. It is a least-squares fit of logarithms over the sparse tiles. The last tiles are left
+    out, because they attend to everything."""
     dense_tiles = -(-sparse_prefill.DENSE_LAST // BLOCK) + 1  # a prompt may end within a tile
     tiles = np.array(sorted(kept)[:-dense_tiles])
     exponent, factor = np.polyfit(np.log(tiles + 1), np.log([kept[tile] for tile in tiles]), 1)
@@ -221,8 +229,8 @@ def growth(kept: Kept) -> tuple[float, float]:
 
 
 def extrapolated(kept: Kept, length: int, block_tokens: int) -> float:
-    """Density of a prompt of ``length`` tokens whose tiles go on as those of shorter ones, after a first block of
-    queries that attends to everything without choosing."""
+    """Returns the density of a prompt of ``length`` tokens if the number of blocks grows as in ``kept``. The first
+    block of queries is left out, because it attends to everything."""
     factor, exponent = growth(kept)
     tiles = -(-length // BLOCK)
     dense = sparse_prefill.DENSE_LAST // BLOCK
@@ -233,7 +241,7 @@ def extrapolated(kept: Kept, length: int, block_tokens: int) -> float:
 
 
 def summary(by_task: dict[int, dict[str, Kept]], longer: Sequence[int], block_tokens: int) -> dict[str, Any]:
-    """A model's entry in the file, for prompts by length and task."""
+    """Returns a model's entry in the file, from the prompts' blocks by length and task."""
     together = {length: mean(list(tasks.values())) for length, tasks in by_task.items()}
     step = block_tokens // BLOCK
     by_end = {

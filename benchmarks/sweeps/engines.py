@@ -1,4 +1,5 @@
-"""What sweeps of whole engines share: their command line, an engine for each combination, and how it is driven."""
+"""Functions that sweeps of whole engines share: flags, opening an engine for each combination of flags, and running its
+steps."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ Cell = dict[str, Any]
 
 
 def sweep_parser(text: str | None) -> argparse.ArgumentParser:
-    """A command line with the flags of all sweeps; ``text`` is the module's docstring."""
+    """Returns a parser with the flags of all sweeps. ``text`` is the sweep's docstring."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
@@ -63,20 +64,21 @@ def sweep_parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def add_model_arguments(parser: argparse._ActionsContainer) -> None:
-    """The flags of a model whose answers count, perhaps with an adapter."""
+    """Adds the flags of a model with trained weights, whose answers are measured. It may have an adapter."""
     parser.add_argument("--model", default=DEFAULT_MODEL, help="(default: %(default)s)")
     for name in ("adapter", "rope_theta", "hf_overrides", "load_format", "device"):
         add_flag(parser, EngineConfig, name)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What these say, as fields of an engine's config."""
+    """Returns the values of these flags, as fields of an engine's config."""
     names = ("model", "adapter", "rope_theta", "hf_overrides", "load_format", "device")
     return {name: getattr(args, name) for name in names}
 
 
 def densities_of(text: str) -> dict[int | None, float]:
-    """Densities by prompt length, None for any; raises ArgumentTypeError for anything else."""
+    """Parses ``--replay``: densities by prompt length, where None means any length. Raises ArgumentTypeError for
+    invalid text."""
     densities: dict[int | None, float] = {}
     try:
         for part in text.split(","):
@@ -92,24 +94,25 @@ def densities_of(text: str) -> dict[int | None, float]:
 
 
 def replayed_density(densities: dict[int | None, float], tokens: int) -> float | None:
-    """The density for a prompt."""
+    """Returns the density for a prompt of ``tokens`` tokens. None if there is none."""
     return densities.get(tokens, densities.get(None))
 
 
 def replay_blocks(engine: Engine, density: float | None) -> None:
-    """Gives sparse prefills of ``engine`` their blocks from now on, or lets them choose."""
+    """From now on, sparse prefills of ``engine`` attend to random blocks of a density. If the density is None, they
+    select blocks themselves."""
     if engine.cache.spec.prefill == "sparse":
         engine.runner.collective_rpc(replay, [], density)
 
 
 def combinations(args: argparse.Namespace) -> Iterator[Cell]:
-    """First columns of the requested rows, engine by engine."""
+    """Yields the first columns of the requested rows, for one engine after another."""
     for quantization, prefill, kv in itertools.product(args.quantization, args.prefill, args.kv):
         yield {"engine": ENGINE, "kv": kv, "prefill": prefill, "quantization": quantization}
 
 
 def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineConfig:
-    """Config of a combination's engine; ``settings`` are further fields of it."""
+    """Returns the config of a combination's engine. ``settings`` are further fields of the config."""
     chosen = {
         "prefill": cell["prefill"],
         "quantization": None if cell["quantization"] == "none" else cell["quantization"],
@@ -121,33 +124,34 @@ def config_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> EngineCo
 
 
 def opened(config: EngineConfig, loaded: LoadedModel | None = None) -> Engine:
-    """An engine as a server starts it."""
+    """Opens an engine, and warms it up as a server does."""
     engine = Engine(config, loaded)
     warm_up(engine)
     return engine
 
 
 def engine_of(args: argparse.Namespace, cell: Cell, **settings: Any) -> Engine:
-    """The engine of a combination, which replays the blocks of sparse prefills if requested."""
+    """Opens the engine of a combination. Its sparse prefills attend to random blocks if the combination has a
+    density."""
     engine = opened(config_of(args, cell, **settings))
     replay_blocks(engine, cell.get("replayed_density"))
     return engine
 
 
 def about(engine: Engine) -> Cell:
-    """Last columns of a row."""
+    """Returns the last columns of a row, which say where it comes from."""
     return about_spec(engine.cache.spec, provenance()["gpu"] or "cpu")
 
 
 def about_spec(spec: KVSpec, device: str) -> Cell:
-    """The same of a policy without an engine."""
+    """Returns the columns of ``about`` for a policy without an engine."""
     origin, text = provenance(), json.dumps(spec.as_dict(), separators=(",", ":"))
     return {"commit": origin["commit"], "command": origin["command"], "device": device, "spec": text}
 
 
 def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
-    """Calls ``function`` in a process where nothing has been compiled, planned or kept; False if it died, lacked memory
-    or its engine was refused, which is printed."""
+    """Calls ``function`` in a new process, which has no compiled kernels, plans or caches in memory. Returns False, and
+    prints the error, if the process died or ran out of memory, or if the engine's config was refused."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
             process.submit(function, *args).result()
@@ -158,17 +162,17 @@ def in_fresh_process(function: Callable[..., None], *args: Any) -> bool:
 
 
 def random_prompt(engine: Engine, tokens: int, draw: random.Random) -> list[int]:
-    """Token ids from the whole vocabulary."""
+    """Returns random token ids from the whole vocabulary."""
     return draw.choices(range(engine.model_config.vocab_size), k=tokens)
 
 
 def greedy(tokens: int) -> SamplingParams:
-    """Greedy, up to exactly ``tokens`` tokens."""
+    """Returns parameters for a greedy answer of exactly ``tokens`` tokens."""
     return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 def step(engine: Engine) -> list[TokenOutput]:
-    """A step of the engine; raises RuntimeError for a request that failed."""
+    """Makes a step of the engine. Raises RuntimeError if a request failed."""
     outputs = engine.step()
     for output in outputs:
         if output.error is not None:
@@ -177,7 +181,7 @@ def step(engine: Engine) -> list[TokenOutput]:
 
 
 def window(engine: Engine, steps: int, count: int) -> float:
-    """Seconds per step of ``count`` sequences, over ``steps`` steps."""
+    """Returns the seconds per decode step of ``count`` sequences, measured over ``steps`` steps."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.synchronize()
@@ -190,7 +194,8 @@ def window(engine: Engine, steps: int, count: int) -> float:
 
 
 def profile(engine: Engine) -> dict[str, Any]:
-    """Device time of a step by kernel, in ms, and the share of the time in which at least one of them ran."""
+    """Returns the device time of a step by kernel, in milliseconds, and the share of the time in which at least one
+    kernel ran."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:
         for _ in range(PROFILED_STEPS):
@@ -213,7 +218,7 @@ def profile(engine: Engine) -> dict[str, Any]:
 
 
 def seconds_to_first_token(engine: Engine, prompt: list[int]) -> float:
-    """Time to first token of a request that runs alone."""
+    """Returns the time to first token of a request that runs alone."""
     start = time.perf_counter()
     engine.add_request("alone", prompt, greedy(1))
     while not step(engine):

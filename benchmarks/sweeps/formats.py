@@ -1,8 +1,9 @@
-"""One table of all formats and policies: bytes, distortion, fidelity, RULER and decode throughput, by one command.
+"""Makes one table of all formats and policies: bytes, distortion, fidelity, RULER and decode throughput.
 
-Stages are measured one after the other, each into ``<stage>.csv`` of ``--out``; existing rows are not measured again,
-so that the command continues where it stopped, and parts of it may run on other machines (``--stages``, ``--kv``).
-``table`` joins what there is: ``summary.csv``, the table in ``--docs``, and plots. What was not measured stays empty.
+Stages are measured one after the other. Each writes ``<stage>.csv`` in ``--out``. Existing rows are not measured again,
+so a stopped run can be continued, and parts can run on other machines (``--stages``, ``--kv``). The stage ``table``
+joins all existing rows: it writes ``summary.csv``, the table in ``--docs``, and plots. Cells that were not measured
+stay empty.
 
     python -m benchmarks.sweeps.formats --adapter DIR --rope-theta 4e6 --out benchmarks/results/h200/formats
     python -m benchmarks.sweeps.formats --adapter DIR --rope-theta 4e6 --out benchmarks/results/h200/formats \\
@@ -52,17 +53,18 @@ TABLE = "table"
 SAMPLES = 25
 LONG_KV = ["full", "shadowkv", "turbo", "turbo-host", "turboquant-4"]
 CONTEXTS = (61440, 124928)
-"""Tokens of a sequence where bytes and speed are measured."""
+"""Tokens of a sequence for the measurements of bytes and speed."""
 
 LENGTHS = (16384, 32768)
-"""Tokens of RULER's prompts and answers."""
+"""Lengths of RULER's samples: tokens of prompt and answer together."""
 
 
-# -- stages: each appends the rows that its file is missing ------------------------------------------------------------
+# -- stages: each measures the rows that its file does not have yet ----------------------------------------------------
 
 
 def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:
-    """Bytes per token of a sequence of 60K, scales, states and buffers included, as the planner counts."""
+    """Computes the bytes per token of a sequence of 61,440 tokens, as the planner does. Scales, states and fetch
+    buffers are included."""
     config, context = load_config(args.speed_model), CONTEXTS[0]
     for kv in args.kv:
         cell: Cell = {"model": args.speed_model, "kv": kv, "context": context}
@@ -79,7 +81,7 @@ def measure_bytes(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
-    """D of keys and values on natural text."""
+    """Measures the distortion D of keys and of values (``distortions``) on natural text."""
     name, config = _quality_model(args)
     cell: Cell = {"model": name, "prompts": args.prompts, "prompt_tokens": args.prompt_tokens}
     missing = [kv for kv in args.kv if not rows.has(cell | {"kv": kv})]
@@ -94,7 +96,8 @@ def measure_distortion(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
-    """KL and top-1 against ``full`` along its own continuations, by ``shadowkv.eval``, whose files are kept."""
+    """Measures KL and top-1 agreement to ``full`` along the continuations that ``full`` generates. It runs
+    ``shadowkv.eval``, and keeps the files that this writes."""
     model, config = _quality_model(args)
     sizes = {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "new_tokens")}
     cell: Cell = {"model": model, **sizes}
@@ -103,7 +106,7 @@ def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
         return
     folder = args.out / "fidelity"
     counts = [f"--{name.replace('_', '-')}={size}" for name, size in sizes.items()]
-    # Attention is not needed here: it is compared once, at the first step.
+    # Comparisons of attention are not needed here, so attention is compared only at the first step.
     texts = ["--text", *map(str, args.text)] if args.text else []
     _evaluate("fidelity", args, missing, folder, [*counts, f"--measure-every={args.new_tokens}", *texts])
     measured = read_measured(folder / "fidelity.json")
@@ -117,7 +120,8 @@ def measure_fidelity(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
-    """Scores in per cent and how much they are below ``full``'s on the same samples, by ``shadowkv.eval``."""
+    """Measures scores in per cent, and their differences to the scores of ``full`` on the same samples. It runs
+    ``shadowkv.eval``."""
     name, config = _quality_model(args)
     tasks, folder = tuple(args.tasks or TASKS), args.out / "ruler"
     shown = ",".join(args.tasks) if args.tasks else "all"
@@ -129,7 +133,7 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
             if not rows.has(cell):
                 missing[length, count][kv] = cell
     for (length, count), cells in sorted(missing.items()):
-        # Policies that get more samples get these first, from the same prefill.
+        # Policies with more samples answer the first ``count`` of them here, so that they share the prefills.
         enough = [kvs for (tokens, samples), kvs in missing.items() if tokens == length and samples >= count]
         together = [kv for kvs in enough for kv in kvs]
         flags = ["--length", str(length), "--samples", str(count)]
@@ -143,8 +147,8 @@ def measure_ruler(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: Sequence[str]) -> Cell:
-    """A policy's mean score at a length and its difference to ``full`` on the samples that both have, in per cent,
-    with standard errors."""
+    """Returns a policy's mean score at a length, and the mean difference to ``full`` on the samples that both have
+    answered. Both are in per cent and have a standard error."""
     own, full = (
         {x.sample: x.score for x in answers if (x.policy, x.length) == (policy, length) and x.task in tasks}
         for policy in (label, "full")
@@ -158,9 +162,11 @@ def paired_score(answers: Sequence[Prediction], label: str, length: int, tasks: 
 
 
 def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
-    """Decode at the largest batch, by ``throughput.py``, whose files are kept; at 122K for ``--long-kv`` only.
+    """Measures decode speed at the largest batch. It runs ``throughput.py``, and keeps the files that this writes. Only
+    the policies of ``--long-kv`` are measured at 124,928 tokens.
 
-    Raises RuntimeError without a GPU, and at the end for policies that failed.
+    Raises RuntimeError if there is no GPU. If a policy fails, the others are measured first, and RuntimeError is raised
+    at the end.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("throughput is measured on a GPU, and there is none")
@@ -179,7 +185,7 @@ def measure_throughput(args: argparse.Namespace, rows: Rows) -> None:
             try:
                 throughput.main([*flags, "--context", str(context), "--kv", *left])
                 left = []
-            except RuntimeError as error:  # for the first that has no file; the others may still work
+            except RuntimeError as error:  # the first policy without a file failed; later ones may still work
                 number = next(number for number, kv in enumerate(left) if not files[kv].exists())
                 failed.append(f"{left[number]} at {context}: {str(error).splitlines()[0]}")
                 left = left[number + 1 :]
@@ -201,16 +207,16 @@ STAGES: dict[str, tuple[Kind, Stage]] = {
     "ruler": (RULER, measure_ruler),
     "throughput": (THROUGHPUT, measure_throughput),
 }
-"""The stages, ordered by their cost; each has ``<name>.csv``."""
+"""The stages, in order of their cost. Each writes ``<name>.csv``."""
 
 
 def open_rows(out: Path, stage: str) -> Rows:
-    """The file of a stage."""
+    """Opens the file of a stage."""
     return Rows(out / f"{stage}.csv", STAGES[stage][0], ())
 
 
 def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], folder: Path, flags: list[str]) -> None:
-    """Runs a suite of ``shadowkv.eval``; raises RuntimeError if it fails, after printing why."""
+    """Runs a suite of ``shadowkv.eval``. If the suite fails, it prints the reason, and RuntimeError is raised."""
     model = [f"--model={args.model}", f"--load-format={args.load_format}", f"--device={args.device}"]
     overrides = json.dumps(args.hf_overrides) if args.hf_overrides else None
     chosen = (("adapter", args.adapter), ("rope-theta", args.rope_theta), ("hf-overrides", overrides))
@@ -220,7 +226,7 @@ def _evaluate(suite: str, args: argparse.Namespace, policies: Sequence[str], fol
 
 
 def _quality_model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
-    """Name, including the adapter's, and config of the model whose answers are judged."""
+    """Returns name and config of the model whose answers are measured. The name includes the adapter's."""
     name = Path(args.model).name
     return f"{name}+{Path(args.adapter).name}" if args.adapter else name, load_config(
         args.model, hf_overrides=args.hf_overrides
@@ -233,17 +239,19 @@ def _label(kv: str, config: ModelConfig) -> str:
 
 
 def _device(name: str) -> str:
-    """What a row says about where it was measured."""
+    """Returns the device's name for a row."""
     return torch.cuda.get_device_name() if device_of(name).type == "cuda" else "cpu"
 
 
 def distortions(
     loaded: LoadedModel, specs: Sequence[KVSpec], prompts: Sequence[Sequence[int]]
 ) -> list[tuple[float, float]]:
-    """D of keys and of values for each policy: ||x - x'||^2 / ||x||^2, the mean over all rows that are compressed.
+    """Returns, for each policy, the distortions D of keys and of values: the mean of ||x - x'||^2 / ||x||^2 over all
+    compressed rows x.
 
-    A row is a kv head's key after RoPE, or its value, of one token in one layer, as exact prefill made it; x' is what
-    decode attends to in its place. Sink, outliers and the exact tail are not such rows. 0 if nothing is compressed.
+    A row is the key after RoPE, or the value, of one token in one kv head of one layer, as a dense prefill computes it.
+    x' is the row that decode steps attend to instead. Sink, outliers and the exact tail are not compressed. D is 0 if
+    the policy compresses nothing.
 
     Args:
         prompts: token ids, computed once for all policies.
@@ -251,7 +259,7 @@ def distortions(
     totals = torch.zeros(len(specs), 2, dtype=torch.float64)
     counts = [0] * len(specs)
     for prompt in prompts:
-        capacity = len(prompt) + 1  # room for the step whose batch says where everything is
+        capacity = len(prompt) + 1  # room for one decode step, whose batch says where rows are stored
         caches = [open_cache(loaded, spec, capacity) for spec in (KVSpec(), *specs)]
         (full, *others), _ = prefill_all(loaded.model, caches, list(prompt), capacity)
         for number, (cache, sequence) in enumerate(zip(caches[1:], others, strict=True)):
@@ -265,7 +273,8 @@ def distortions(
 
 
 def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: CachedSequence) -> Iterator[Tensor]:
-    """Relative squared errors of each layer's compressed rows, float64 [2, n]: of keys and of values."""
+    """Yields, for each layer, the relative squared errors of its n compressed rows, float64 [2, n]: of keys and of
+    values."""
     dense, coded = decode_part(full, [exact]), decode_part(cache, [sequence])
     batch = coded.compressed
     if batch is None:
@@ -277,7 +286,7 @@ def _errors(full: KVCache, exact: CachedSequence, cache: KVCache, sequence: Cach
         errors = []
         for row, decoded in zip(exact_rows, compressed_rows(cache, layer, batch), strict=True):
             exact_row = row[:, :tokens].double()
-            norm = exact_row.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros loses nothing
+            norm = exact_row.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)  # a row of zeros has no error
             errors.append(((exact_row - decoded.double()).square().sum(-1) / norm)[stored])
         yield torch.stack(errors)
 
@@ -293,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         try:
             measure(args, open_rows(args.out, name))
-        except (RuntimeError, MemoryError) as error:  # the other stages do not need this one
+        except (RuntimeError, MemoryError) as error:  # other stages do not depend on this one
             print(f"error: {name}: {error}", file=sys.stderr, flush=True)
             well = False
     if TABLE in args.stages:
@@ -302,7 +311,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def samples(text: str) -> tuple[str | None, int]:
-    """A number of samples, after a policy's name or for all others; raises ArgumentTypeError for anything else."""
+    """Parses ``[POLICY=]N``. Returns a policy (None for all other policies) and its number of samples. Raises
+    ArgumentTypeError for any other text."""
     kv, named, count = text.rpartition("=")
     if not count.isdecimal() or not int(count):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples, as 25, or of a policy, as turbo=50")
@@ -310,7 +320,7 @@ def samples(text: str) -> tuple[str | None, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the command line."""
     baselines.register()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

@@ -1,4 +1,5 @@
-"""What the table of formats makes of its stages' rows: a CSV with one line per policy, a table to read, and plots."""
+"""Makes the outputs of ``formats.py`` from its stages' rows: a CSV file with one line per policy, a Markdown table, and
+plots."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ COLUMNS = {
     "batch_122k": ("throughput", {"context": "124928"}, "batch"),
     "tokens_per_s_122k": ("throughput", {"context": "124928"}, "tokens_per_s"),
 }
-"""Columns of summary.csv after ``kv``: the file, what its rows must have, and the figure."""
+"""Columns of summary.csv after ``kv``. For each: the stage's file, the values that a row must have in other columns,
+and the column with the figure."""
 
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 """Lines that enclose the table."""
@@ -34,9 +36,10 @@ Rows = dict[str, list[dict[str, str]]]
 
 
 def summarise(out: Path, docs: Path) -> None:
-    """Joins the stages' files of ``out``: writes summary.csv and plots there, and the table into ``docs``.
+    """Joins the stages' files in ``out``. Writes summary.csv and the plots into ``out``, and the table into ``docs``.
 
-    The last row of a policy counts. Raises ValueError if ``docs`` has no place for a table.
+    If a policy has several matching rows, the last one counts. Raises ValueError if ``docs`` does not have the lines
+    that enclose the table.
     """
     files = ("bytes", "distortion", "fidelity", "ruler", "throughput")
     rows: Rows = {name: read(path) if (path := out / f"{name}.csv").exists() else [] for name in files}
@@ -62,13 +65,14 @@ def policies(rows: Rows) -> list[str]:
 
 
 def find(rows: Rows, kv: str, file: str, having: dict[str, str]) -> dict[str, str]:
-    """The last row of a policy in a file that has all that is ``wanted``; empty if there is none."""
+    """Returns the last row of a policy in a file that has the values ``having``. The dictionary is empty if there is no
+    such row."""
     matching = [row for row in rows[file] if row["kv"] == kv and having.items() <= row.items()]
     return matching[-1] if matching else {}
 
 
 def join(rows: Rows) -> list[dict[str, str]]:
-    """Lines of summary.csv; what was not measured is empty."""
+    """Returns the lines of summary.csv. Figures that were not measured are empty."""
     return [
         {"kv": kv}
         | {name: find(rows, kv, file, having).get(figure, "") for name, (file, having, figure) in COLUMNS.items()}
@@ -77,7 +81,7 @@ def join(rows: Rows) -> list[dict[str, str]]:
 
 
 def markdown(rows: Rows) -> str:
-    """The table to read."""
+    """Returns the table in Markdown."""
     head = ["`--kv`", "bytes a token", "D of keys", "of values", "KL, nats/token", "top-1, %", "RULER 16K", "32K"]
     of_speed = "batch", "ms a step", "tokens/s", "commit"
     head += [f"{context}: {name}" for context in ("60K", "122K") for name in of_speed]
@@ -102,7 +106,8 @@ def markdown(rows: Rows) -> str:
 
 
 def sources(rows: Rows) -> list[str]:
-    """Where each file's figures come from, in words: a list."""
+    """Returns a Markdown list of where each file's figures come from, as one string; an empty list if there are no
+    rows."""
     counts = {"prompts": "{} prompts", "prompt_tokens": "{} tokens each", "new_tokens": "{} generated"}
     counts |= {"length": "{} tokens", "samples": "{} samples a task", "context": "{} tokens"}
     told = []
@@ -130,7 +135,7 @@ def _with_error(row: dict[str, str], name: str, scale: float, form: str) -> str:
 
 
 def _paired(row: dict[str, str]) -> str:
-    """A score, and its difference to ``full``'s on the same samples."""
+    """Returns a score as text, with its difference to that of ``full`` on the same samples."""
     if not row or row["kv"] == "full":
         return _shown(row, "score", "{:.1f}".format)
     error = f" ± {float(row['difference_stderr']):.1f}" if row["difference_stderr"] else ""

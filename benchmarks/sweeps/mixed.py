@@ -1,9 +1,10 @@
-"""Concurrent requests, short and long: throughput, times to first token and per token, through ``Engine.step``.
+"""Concurrent short and long requests in an engine without a server: throughput, time to first token, and time per
+token.
 
-A case is requests x prompt + answer tokens, all submitted together, greedy, to the last token. Each has its own engine,
-for as many concurrent sequences as the case has requests, or as ``--max-num-seqs`` says. With ``--gaps`` there are no
-cases; it measures how a long prompt affects decoding requests and a short prompt. Rows that the file already has are
-not measured again.
+A case is written as number of requests x prompt tokens + answer tokens. All requests are submitted together, and their
+greedy answers run to the last token. Each case has its own engine. It runs all requests of the case concurrently, or at
+most ``--max-num-seqs``. With ``--gaps``, no cases are measured, but how a long prompt affects decoding requests and a
+short prompt. Rows that the file already has are not measured again.
 
     python -m benchmarks.sweeps.mixed --model llama-3.1-8b --load-format dummy --kv full turbo --out results/mixed.csv
     python -m benchmarks.sweeps.mixed --model llama-3.1-8b --load-format dummy --gaps --out results/gaps.csv
@@ -27,14 +28,15 @@ from benchmarks.sweeps.rows import GAPS, MIXED, Rows
 from shadowkv.engine.engine import Engine
 
 WARM_UP = 16384
-"""Prompt tokens, from at most 16 requests, that an engine is given before those that count."""
+"""Maximum number of prompt tokens, in at most 16 requests, of the warm-up before a case."""
 
 SETTLED = 32
-"""Tokens that every request has before the long prompt arrives: captures of their graphs are over by then. The graph
-of the batch that it joins is captured in the last gap, as in a server."""
+"""Number of tokens that every request has generated before the long prompt arrives. By then, the CUDA graphs of the
+decode steps are captured. The graph of the batch with the long request is captured in the last gap, as in a server."""
 
 LEFT = 8
-"""Tokens of a long prompt's answer: it is still running when the step of its first one is over."""
+"""Tokens of a long prompt's answer. They are so many that the request is still running after the step of its first
+token."""
 
 
 class Case(NamedTuple):
@@ -46,7 +48,8 @@ class Case(NamedTuple):
 
 
 class GapCase(NamedTuple):
-    """``decoding`` requests beside a prompt of ``behind`` tokens, then one of ``probe`` behind ``probe_behind``."""
+    """Two measurements: ``decoding`` requests that decode while a prompt of ``behind`` tokens is computed, and a prompt
+    of ``probe`` tokens that arrives while one of ``probe_behind`` tokens is computed."""
 
     decoding: int
     behind: int
@@ -87,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def case(text: str) -> Case:
-    """Parses a case; raises ArgumentTypeError for anything else."""
+    """Parses a case. Raises ArgumentTypeError for any other text."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not requests x prompt + answer tokens, as 64x8192+128")
@@ -95,7 +98,7 @@ def case(text: str) -> Case:
 
 
 def sweep(args: argparse.Namespace, cell: Cell, case: Case | GapCase) -> None:
-    """One row."""
+    """Measures and adds one row."""
     if isinstance(case, GapCase):
         at_once, longest = case.decoding + 2, case.longest
     else:
@@ -106,14 +109,14 @@ def sweep(args: argparse.Namespace, cell: Cell, case: Case | GapCase) -> None:
 
 
 def measure(engine: Engine, case: Case) -> dict[str, float | None]:
-    """Figures of a case, after a few of its requests as warm-up."""
+    """Runs a few of a case's requests as warm-up. Returns the figures of the case."""
     few = max(1, min(case.requests, 16, WARM_UP // case.input))
     serve(engine, case._replace(requests=few, output=min(8, case.output)), seed=1)
     return serve(engine, case, seed=0)
 
 
 def serve(engine: Engine, case: Case, seed: int) -> dict[str, float | None]:
-    """Runs all requests; seconds count from just before the first was submitted."""
+    """Runs all requests, and returns the figures. Times count from just before the first request is submitted."""
     draw, ends = random.Random(seed), []
     prompts = [engines.random_prompt(engine, case.input, draw) for _ in range(case.requests)]
     start = time.monotonic()
@@ -133,11 +136,11 @@ def serve(engine: Engine, case: Case, seed: int) -> dict[str, float | None]:
 
 
 def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
-    """Figures of both; the engine is left empty afterwards."""
+    """Returns the figures of both measurements. Afterwards the engine has no requests."""
     draw = random.Random(0)
     engines.seconds_to_first_token(
         engine, engines.random_prompt(engine, case.behind, draw)
-    )  # creates all that its shapes need once
+    )  # warm-up for the shapes of a long prompt
     gaps = gaps_beside(engine, case, draw)
     print("gaps of a request, ms:", *(f"{1e3 * gap:.1f}" for gap in gaps[0]), flush=True)
     p50, p99 = np.percentile(1e3 * np.concatenate(gaps), (50, 99)).tolist()
@@ -145,12 +148,13 @@ def measure_gaps(engine: Engine, case: GapCase) -> dict[str, float]:
 
 
 def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list[float]]:
-    """Seconds between the tokens of each decoding request, from the moment a long prompt is submitted to its first
-    token, in order. Raises RuntimeError if answers end before that, or leave the prompt no room."""
+    """Returns the seconds between the tokens of each decoding request, in order, from the last token before a long
+    prompt is submitted to the long prompt's first token. Raises RuntimeError if answers end earlier, or if the long
+    prompt has no room beside them."""
     times: dict[str, list[float]] = {str(number): [] for number in range(case.decoding)}
     for name in times:
         engine.add_request(name, engines.random_prompt(engine, case.prompt, draw), engines.greedy(case.answer))
-    prompt = engines.random_prompt(engine, case.behind, draw)  # takes as long as a step or two
+    prompt = engines.random_prompt(engine, case.behind, draw)  # made in advance: it takes as long as a step or two
     while min(map(len, times.values())) < SETTLED:
         _take(engine, times)
     times = {name: [seen[-1]] for name, seen in times.items()}
@@ -166,7 +170,7 @@ def gaps_beside(engine: Engine, case: GapCase, draw: random.Random) -> list[list
 
 
 def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
-    """A step; records when tokens arrived, and returns for which requests."""
+    """Makes a step, and records the time of each request's token. Returns the names of the requests that got tokens."""
     names, now = {output.request_id for output in engines.step(engine)}, time.perf_counter()
     for name in names & times.keys():
         times[name].append(now)
@@ -174,7 +178,7 @@ def _take(engine: Engine, times: dict[str, list[float]]) -> set[str]:
 
 
 def wait_behind(engine: Engine, case: GapCase, draw: random.Random) -> float:
-    """Seconds to the first token of a short prompt that arrives while a long one is computed alone."""
+    """Returns the seconds to the first token of a short prompt that arrives while only a long prompt is computed."""
     prompt, probe = (engines.random_prompt(engine, tokens, draw) for tokens in (case.probe_behind, case.probe))
     start = time.perf_counter()
     engine.add_request("long", prompt, engines.greedy(LEFT))

@@ -1,4 +1,5 @@
-"""Plots of sweeps: times to first token by length, decode speed and memory of policies, and formats by two figures.
+"""Plots of sweeps: time to first token by prompt length, decode speed and memory of policies, and policies by two
+figures (score and speed, or KL and bytes).
 
 python -m benchmarks.sweeps.plots results/prefill/summary.csv   # all engines in the prefill sweep's columns
 """
@@ -25,7 +26,8 @@ Point = tuple[float, float]
 
 
 def plot_prefill(path: Path) -> Path:
-    """Writes a plot of a CSV file beside it, with the suffix ``.png``; returns its path."""
+    """Plots a CSV file of the prefill sweep. The plot is written beside the file, with the suffix ``.png``. Returns the
+    plot's path."""
     lines: dict[tuple[str, ...], list[tuple[int, float]]] = defaultdict(list)
     for row in read(path):
         name = row["engine"], row["kv"], row["prefill"], row["quantization"]
@@ -52,13 +54,13 @@ def plot_prefill(path: Path) -> Path:
 
 
 def plot_throughput(cells: list[Cell], out: Path) -> list[Path]:
-    """Writes ``throughput.png`` and ``memory.png`` from a sweep's cells; returns their paths.
+    """Writes ``throughput.png`` and ``memory.png`` from the cells of the throughput sweep. Returns their paths.
 
-    One panel per model and context, a bar per policy; cells that did not run are left out.
+    A plot has a panel per model and context, and a bar per policy. Cells that did not run are left out.
     """
     panels: dict[tuple[str, int], dict[str, Cell]] = defaultdict(dict)
     for cell in sorted((cell for cell in cells if cell["status"] == "ok"), key=_place):
-        panels[cell["model"], cell["context"]][cell["kv"]] = cell  # the largest batch is the last
+        panels[cell["model"], cell["context"]][cell["kv"]] = cell  # cells are sorted: the largest batch stays
     if not panels:
         return []
     longest = max(map(len, panels.values()))
@@ -90,7 +92,8 @@ def _place(cell: Cell) -> tuple[int, int, str, int]:
 
 
 def _speeds(axis: Any, policies: dict[str, Cell]) -> None:
-    """Bars with their batch and, if ``full`` is among them, their speed relative to it."""
+    """Draws a bar for each policy's speed, labelled with its batch. If ``full`` is a policy, labels also have the speed
+    relative to it."""
     full = policies.get("full")
     speeds = [cell["decode_tokens_per_s"] for cell in policies.values()]
     axis.barh(list(policies), speeds, color=[colour(kv) for kv in policies])
@@ -111,8 +114,8 @@ def _sizes(axis: Any, policies: dict[str, Cell]) -> None:
 
 
 def score_by_speed(lines: Lines, out: Path) -> Path | None:
-    """Writes ``score_by_speed.png``, for the RULER length that most policies have; returns its path, or None if no
-    policy has both figures.
+    """Writes ``score_by_speed.png``, for the RULER length at which most policies have both figures. Returns the plot's
+    path, or None if no policy has both figures.
 
     Args:
         lines: lines of summary.csv.
@@ -125,7 +128,8 @@ def score_by_speed(lines: Lines, out: Path) -> Path | None:
 
 
 def kl_by_bytes(lines: Lines, out: Path) -> Path | None:
-    """Writes ``kl_by_bytes.png``; policies whose KL is 0, as that of ``full``, are at its lower edge."""
+    """Writes ``kl_by_bytes.png``. Policies with a KL of 0, such as ``full``, are at the lower edge. Returns the plot's
+    path, or None if no KL is above 0."""
     points = _points(lines, "bytes_per_token", "kl")
     positive = [kl for _, kl in points.values() if kl > 0]
     if not positive:
@@ -137,12 +141,13 @@ def kl_by_bytes(lines: Lines, out: Path) -> Path | None:
 
 
 def _points(lines: Lines, x: str, y: str) -> dict[str, Point]:
-    """Points of the policies that have both figures."""
+    """Returns the points of the policies that have both figures."""
     return {line["kv"]: (float(line[x]), float(line[y])) for line in lines if line[x] and line[y]}
 
 
 def _best(points: dict[str, Point], x_sign: int, y_sign: int) -> list[Point]:
-    """Points that no other matches or exceeds in both figures, from left to right; a sign of 1 means more is better."""
+    """Returns the points that are not dominated by another point in both figures, from left to right. A sign of 1 means
+    that more is better, and -1 that less is."""
     kept: list[Point] = []
     for x, y in sorted(points.values(), key=lambda point: (-x_sign * point[0], -y_sign * point[1])):
         if not kept or y_sign * y > y_sign * kept[-1][1]:
@@ -166,14 +171,14 @@ def _draw(
         set_logarithmic(axis, "y")
     axis.set(xlabel=labels[0], ylabel=labels[1])
     axis.grid(alpha=0.3, which="both")
-    figure.draw_without_rendering()  # places are known then
+    figure.draw_without_rendering()  # so that positions of texts are known
     _name(axis, points)
     save_figure(figure, path)
     return path
 
 
 def _name(axis: Any, points: dict[str, Point]) -> None:
-    """Labels the points, each at the nearest free place."""
+    """Labels each point at the nearest free place."""
     from matplotlib.transforms import Bbox
 
     renderer = axis.figure.canvas.get_renderer()

@@ -1,10 +1,10 @@
-"""Times to first token by prompt length, for a single request, through ``Engine.step``.
+"""Time to first token of a single request by prompt length, in an engine without a server.
 
-One engine for each combination of ``--kv``, ``--prefill`` and ``--quantization``, in a separate process, and one row
-for each of its lengths: ``first_ttft_s`` is that of its first prompt of a length (for the shortest: of the process's
-first prompt), ``ttft_s`` the median of ``--repeats`` more. Rows that the file already has are not measured again; a
-plot is written beside it. ``--short`` compares the default policy with ``full`` on short prompts, alternating in one
-process.
+Each combination of ``--kv``, ``--prefill`` and ``--quantization`` has an engine in a separate process, and a row for
+each prompt length. ``first_ttft_s`` is the time of the first prompt of a length; for the shortest length, this is also
+the first prompt of the process. ``ttft_s`` is the median of ``--repeats`` further prompts. Rows that the file already
+has are not measured again. A plot is written beside the file. ``--short`` compares the default policy with ``full`` on
+short prompts, which alternate between two engines in one process.
 
     python -m benchmarks.sweeps.prefill --model llama-3.1-8b --load-format dummy --kv full turbo \\
         --contexts 61440,124928,249856 --out results/prefill/summary.csv
@@ -27,10 +27,11 @@ from shadowkv.engine.startup.loading import load_from_config
 
 CONTEXTS, SHORT_CONTEXTS = [61440, 124928, 249856], [256, 512, 1024, 2048, 4096, 8192]
 SHARE = 0.5
-"""Share of the device's memory that weights and the first of the two engines take."""
+"""With ``--short``: share of the device's memory that weights and the first of the two engines take."""
 
 BATCH = 4
-"""Sequences that an engine is sized for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
+"""Number of sequences that an engine is opened for. With fewer, the engine would not compress a prompt of 61,440
+tokens, because it would not pay."""
 
 BEHIND = 64
 """Tokens that a sequence has room for in addition to the longest prompt."""
@@ -67,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def lengths(text: str) -> list[int]:
-    """Numbers of tokens separated by commas, the shortest first; raises ArgumentTypeError for anything else."""
+    """Parses numbers of tokens separated by commas. Returns them in ascending order. Raises ArgumentTypeError for any
+    other text."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of tokens, as 61440,124928")
@@ -75,7 +77,7 @@ def lengths(text: str) -> list[int]:
 
 
 def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | None]]) -> None:
-    """All rows of one engine: prompt lengths and densities."""
+    """Measures and adds all rows of one engine: ``left`` has their prompt lengths and densities."""
     rows, draw = Rows(args.out, PREFILL), random.Random(0)
     engine = engines.opened(
         engines.config_of(args, cell, max_num_seqs=args.max_num_seqs, max_model_len=args.longest + BEHIND)
@@ -96,9 +98,10 @@ def sweep(args: argparse.Namespace, cell: Cell, left: list[tuple[int, float | No
 
 
 def compare(args: argparse.Namespace, contexts: list[int], repeats: int, rows: Rows) -> None:
-    """A row for each length: medians of ``repeats`` prompts given to both engines, after an untimed one.
+    """Adds a row for each length. Both engines get the same prompts: one that is not timed, then ``repeats`` whose
+    times' medians are reported.
 
-    The engines have their defaults, including the model's longest sequences.
+    Both engines have default settings, so they allow sequences as long as the model's maximum.
     """
     cell = {"kv": EngineConfig.kv, "prefill": EngineConfig.prefill, "quantization": "none"}
     config, draw = engines.config_of(args, cell), random.Random(0)

@@ -1,9 +1,11 @@
-"""One model on several GPUs against one: time to first token, single sequences and largest batches, by ``Engine.step``.
+"""One model on several GPUs compared with one GPU, in an engine without a server: time to first token, and decode steps
+of single sequences and of the largest batches.
 
-One engine for each of ``--gpus``, ``--quantization``, ``--prefill``, ``--kv``, ``--context`` and ``--batch``, in a
-separate process, and two rows: one for single prompts, one for decode steps of the batch, which is filled up with
-random keys and values on every rank. A row's ``ratio`` is its speed relative to the same on one GPU, or, if that was
-not measured, to ``full`` on the same number. Rows that the file already has are not measured again.
+Each combination of ``--gpus``, ``--quantization``, ``--prefill``, ``--kv``, ``--context`` and ``--batch`` has an engine
+in a separate process, and two rows: one for single prompts, and one for decode steps of the batch. The batch's
+sequences have random keys and values on every rank. A row's ``ratio`` is its speed relative to the same combination on
+one GPU. If that was not measured, it is relative to ``full`` on the same number of GPUs. Rows that the file already has
+are not measured again.
 
     python -m benchmarks.sweeps.ranks --model llama-3.1-8b --load-format dummy --gpus 1 2 --kv full turbo \\
         --context 124928 --batch auto 1 --replay 61440=0.06,124928=0.03 --out results/h200x2/summary.csv
@@ -33,10 +35,11 @@ from shadowkv.plan.planner import Machine, Planner
 from shadowkv.wording import GIB
 
 UTILIZATION = 0.97
-"""Share of a GPU's memory; the rest is left for activations, NCCL and captured graphs."""
+"""Share of a GPU's memory that an engine uses. The rest is left for activations, NCCL and captured CUDA graphs."""
 
 FEWEST = 4
-"""Sequences that an engine is sized for: for fewer, compressing a prompt of 61,440 tokens would not pay."""
+"""Minimum number of sequences that an engine is opened for. With fewer, the engine would not compress a prompt of
+61,440 tokens, because it would not pay."""
 
 WARM_STEPS = 16
 
@@ -65,19 +68,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def row_of(args: argparse.Namespace, cell: Cell, what: str) -> Cell:
-    """First columns of a cell's row for ``what``."""
+    """Returns the first columns of a cell's row. ``what`` is the name of one of its two rows."""
     weights = "" if cell["quantization"] == "none" else f" {cell['quantization']}"
     case = f"{Path(args.model).name}{weights}, {cell['prefill']} prefill, {what}"
     return {name: cell[name] for name in ("gpus", "kv", "context", "replayed_density")} | {"case": case}
 
 
 def of_batch(cell: Cell) -> str:
-    """Name of a cell's second row."""
+    """Returns the name of a cell's second row."""
     return "largest batch" if cell["asked"] == "auto" else f"batch of {cell['asked']}"
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> None:
-    """Both rows of one engine."""
+    """Measures and adds both rows of one engine."""
     rows, draw, context = Rows(args.out, RANKS), random.Random(0), cell["context"]
     room = WARM_STEPS + args.steps * args.windows + 64
     count = fitting(args, cell, context + room) if cell["asked"] == "auto" else int(cell["asked"])
@@ -109,14 +112,15 @@ def measure(args: argparse.Namespace, cell: Cell) -> None:
 
 
 def engine_config(args: argparse.Namespace, cell: Cell, batch: int, tokens: int) -> EngineConfig:
-    """Config of a cell's engine."""
+    """Returns the config of a cell's engine."""
     share = UTILIZATION if torch.cuda.is_available() else None
     many = {"max_num_seqs": batch, "tensor_parallel_size": cell["gpus"], "gpu_memory_utilization": share}
     return engines.config_of(args, cell, max_model_len=tokens, **many)
 
 
 def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
-    """Sequences of ``tokens`` that a GPU of this machine holds with its part of the model, as the planner counts."""
+    """Returns how many sequences of ``tokens`` tokens fit on the GPUs, each of which has its part of the model, as the
+    planner counts."""
     total = torch.cuda.get_device_properties(0).total_memory
     quantization = None if cell["quantization"] == "none" else cell["quantization"]
     config, forms = load_plan(args.model, quantization=quantization)
@@ -127,7 +131,8 @@ def fitting(args: argparse.Namespace, cell: Cell, tokens: int) -> int:
 
 
 def ratio(out: Path, ours: Cell, figures: dict[str, Any]) -> float | None:
-    """Speed relative to the same on one GPU, or to ``full`` on the same number; None if the file has neither."""
+    """Returns the speed relative to the same combination on one GPU, or else to ``full`` on the same number of GPUs.
+    None if the file has neither."""
     if not out.exists():
         return None
     same = [row for row in read(out) if (row["case"], row["context"]) == (ours["case"], str(ours["context"]))]

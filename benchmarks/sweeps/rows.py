@@ -1,6 +1,6 @@
-"""Rows of a sweep in a CSV file: each is appended as it is measured, and existing ones are not measured again.
+"""Rows of a sweep in a CSV file. Each row is appended when it is measured, and existing rows are not measured again.
 
-Uses neither shadowkv nor PyTorch: benchmarks of other engines write the same files.
+This module imports neither shadowkv nor PyTorch, because benchmarks of other engines also use it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 REPLAYED = ("replayed_density",)
-"""The share of blocks that a sparse prefill is given instead of choosing it; meaningless without sparse attention."""
+"""Column with the density of the random blocks that sparse prefills attend to instead of selected ones. It has no
+meaning for dense prefills."""
 
 ABOUT = ("commit", "command", "device", "spec")
-"""Last columns of every file: where a row comes from."""
+"""Last columns of every file. They say where a row comes from."""
 
 Kind = tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -43,19 +44,20 @@ WEIGHTS = (
     ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "kv_gib_per_sequence", "load_s", "engine", *REPLAYED),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
-"""Columns that identify a file's rows, and those with figures; the last five are the stages of ``formats``,
-whose prefills are given no blocks."""
+"""Kinds of files, from ``PREFILL`` on: columns that identify a row, and columns with figures. ``BYTES``,
+``DISTORTION``, ``FIDELITY``, ``RULER`` and ``THROUGHPUT`` are the files of the stages of ``formats.py``, which have no
+column ``REPLAYED``."""
 
 Row = Mapping[str, Any]
 
 
 class Rows:
-    """A file of rows; ``kind`` is one of the above.
+    """A file of rows. ``kind`` has its columns, such as ``PREFILL``.
 
-    Raises ValueError where the file has other columns.
+    Raises ValueError if the file exists and has other columns.
 
     Args:
-        replayed: columns for what prefills are given instead of choosing it.
+        replayed: ``REPLAYED``, or empty for files without this column.
     """
 
     def __init__(self, path: Path, kind: Kind, replayed: tuple[str, ...] = REPLAYED) -> None:
@@ -71,7 +73,7 @@ class Rows:
             self._there = {self._name(row) for row in read(path)}
 
     def has(self, row: Row) -> bool:
-        """Whether this row has been measured."""
+        """Whether the file has a row with the same identifying columns."""
         return self._there is not None and self._name(row) in self._there
 
     def add(self, row: Row) -> None:
@@ -97,5 +99,5 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def show(value: Any) -> str:
-    """A figure in a few characters; nothing for None."""
+    """Returns a value as text, with four digits for a float. None becomes an empty text."""
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

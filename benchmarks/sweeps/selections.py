@@ -2,7 +2,7 @@
 
     python -m benchmarks.sweeps.selections --tokens 1024 --neighbours 1
 
-Steps of both kinds alternate in one engine, so that other load on the machine affects both.
+Steps of both kinds alternate in one engine, so that other load on the machine affects both equally.
 """
 
 from __future__ import annotations

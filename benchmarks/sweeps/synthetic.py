@@ -1,8 +1,9 @@
-"""What stands in for long use and for trained weights: scattered pages, random keys and values, blocks and chunks that
-are given instead of chosen.
+"""Substitutes for long use and for trained weights: fragmented free memory, random keys and values, and made-up
+selections of blocks and chunks.
 
-Random weights attend to everything equally: no sparse prefill can choose its blocks, and hardly a chunk is selected
-twice. What is chosen is computed as usual, then replaced, so that its cost and that of what follows can be measured.
+With random weights, queries attend to everything almost equally. So a sparse prefill cannot select blocks in a
+realistic way, and hardly a chunk is selected in two successive steps. Selections are therefore computed as usual, then
+replaced by made-up ones. Times include the cost of selecting.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from shadowkv.kvcache.sequences.sequence import CachedSequence
 from shadowkv.ops.select_blocks.reference import LOCAL_BLOCKS, SINK_BLOCKS, Blocks
 
 EXTENSIONS, ROUNDS = 5000, 2
-"""Approximate number of extensions of all sequences in a round of ``scatter``, and rounds."""
+"""Approximate number of extensions of all sequences in a round of ``scatter``, and number of rounds."""
 
 SCRIPT_STEPS = 64
-"""Steps of a script; after the last it restarts with the first, most of which the buffer has evicted by then."""
+"""Number of steps of a script. After the last step, the script begins again. By then the buffer has evicted most chunks
+of the first step."""
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
 
 
 def scatter(cache: KVCache, seed: int = 0) -> None:
-    """Leaves the free blocks of an empty cache fragmented, as after long use: in short runs, in random order.
+    """Fragments the free blocks of an empty cache, as after long use: short pieces of consecutive blocks are in random
+    order.
 
-    The largest possible number of sequences grow in turns, by a few pages at a time, until each is as long as it can be
-    or nothing is free, and are released in random order. A single sequence grows all at once.
+    The largest possible number of sequences grow by a few pages at a time, in random turns, until each is as long as
+    possible or no memory is free. Then they are released in random order. If there is only one sequence, it grows all
+    at once.
     """
     rng, count, longest = random.Random(seed), cache.free["sequences"], cache.max_model_len
     most_pages = max(1, 2 * count * longest // (PAGE * EXTENSIONS))
@@ -59,9 +63,10 @@ def scatter(cache: KVCache, seed: int = 0) -> None:
 
 @torch.inference_mode()
 def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
-    """Gives ``sequence`` ``tokens`` new tokens with random keys and values, the same in all layers with equal heads.
+    """Appends ``tokens`` tokens with random keys and values to ``sequence``. All layers with the same shape of heads
+    get the same ones.
 
-    States of recurrent layers stay as they begin: no step's time depends on what they hold.
+    States of recurrent layers keep their initial values, because the time of a step does not depend on them.
     """
     batch = cache.prefill_batch([(sequence, tokens)])
     drawn = {}
@@ -78,7 +83,7 @@ def fill_random(cache: KVCache, sequence: CachedSequence, tokens: int) -> None:
 
 @torch.inference_mode()
 def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Tensor:
-    """Logits [V] of the last token of a prompt."""
+    """Prefills a prompt. Returns the logits [V] of its last token; V is the size of the vocabulary."""
     steps = runner.prefill([(sequence, prompt)])
     while True:
         try:
@@ -89,26 +94,27 @@ def prefilled(runner: Runner, sequence: CachedSequence, prompt: list[int]) -> Te
 
 
 def endless(new: int) -> SamplingParams:
-    """Greedy, up to exactly ``new`` tokens."""
+    """Returns parameters for a greedy answer of exactly ``new`` tokens."""
     return SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
 
 
 def fill_all(runner: Runner, sequences: list[CachedSequence], tokens: int) -> None:
-    """``fill_random`` for each, on every rank (``Runner.collective_rpc``)."""
+    """Calls ``fill_random`` for each sequence. It runs on every rank (``Runner.collective_rpc``)."""
     for sequence in sequences:
         fill_random(runner.cache, sequence, tokens)
 
 
 def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -> None:
-    """Makes ``engine`` run a request of ``new`` tokens for every prompt; keys and values are random if ``synthetic``.
+    """Makes ``engine`` run a request of ``new`` tokens for every prompt. If ``synthetic``, prompts are not computed,
+    and their keys and values are random.
 
-    Raises MemoryError if some do not fit.
+    Raises MemoryError if some sequences do not fit.
     """
     running, cache = engine.num_running, engine.cache
     for number, prompt in enumerate(prompts, running):
         request = engine.request(str(number), prompt, endless(new))
         while (sequence := _allocated(cache, len(prompt), request.capacity)) is None:
-            if not engine.scheduler.prefix_cache.evict():  # prompts that have ended are kept for others
+            if not engine.scheduler.prefix_cache.evict():  # the prefix cache may still hold sequences that have ended
                 raise MemoryError(f"only {number} of {running + len(prompts)} sequences fit")
         if synthetic:
             engine.runner.collective_rpc(fill_all, [sequence], len(prompt))
@@ -119,18 +125,19 @@ def begin(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool) -
 
 
 def _allocated(cache: KVCache, tokens: int, capacity: int) -> CachedSequence | None:
-    """A sequence for a prompt of ``tokens`` that may grow to ``capacity``; None where there is no room."""
+    """Returns a sequence for a prompt of ``tokens`` tokens that may grow to ``capacity``. None if there is no room."""
     with suppress(OutOfBlocks):
         return cache.allocate(tokens, capacity)
     return None
 
 
-# -- what is chosen ----------------------------------------------------------------------------------------------------
+# -- selections --------------------------------------------------------------------------------------------------------
 
 
 def replayed(density: float, seed: int = 0) -> BlockHook:
-    """A hook that gives tiles the blocks that they always attend to and random others for each head, in total a share
-    ``density`` of all. The selection that it replaces is still computed."""
+    """Returns a hook that replaces the selected blocks of tiles. Each head of a tile gets the blocks that tiles always
+    attend to, and random others, in total a share ``density`` of the blocks up to the tile. The replaced selection is
+    still computed."""
     known: dict[tuple[int, ...], Blocks] = {}
 
     def hook(layer: int, q: Tensor, k: Tensor, blocks: Blocks) -> Blocks:
@@ -143,15 +150,17 @@ def replayed(density: float, seed: int = 0) -> BlockHook:
 
 
 def replay(runner: Runner, sequences: list[CachedSequence], density: float | None) -> None:
-    """Gives sparse prefills their blocks from now on, or lets them choose, on all ranks (``Runner.collective_rpc``)."""
+    """From now on, sparse prefills attend to random blocks of ``density``. If ``density`` is None, they select blocks
+    themselves. It runs on every rank (``Runner.collective_rpc``)."""
     runner.cache.block_hook = None if density is None else replayed(density)
 
 
 def random_blocks(like: Tensor, density: float, seed: int) -> Blocks:
-    """Indices int32 [H_q, tiles, n] for ``like`` int32 [H_q, tiles, blocks], whose last tile ends with the last block,
-    counts [H_q, tiles], of which n is the largest, and weights [H_q, tiles, n], 2 where a block was random.
+    """Returns random lists of blocks to replace ``like`` int32 [H_q, tiles, blocks] (H_q query heads). The last tile of
+    ``like`` ends with the last block. Returns indices int32 [H_q, tiles, n], counts [H_q, tiles], and weights [H_q,
+    tiles, n], which are 2 for random blocks and 1 for others. n is the largest count.
 
-    Lists of all blocks for every block of a prompt of a million tokens would take gigabytes."""
+    Lists are only n long, because lists of all blocks for a prompt of a million tokens would take gigabytes."""
     heads, tiles, blocks = like.shape
     end = blocks - tiles + 1 + torch.arange(tiles)[:, None]
     count = (density * end.double()).round().clamp_min(SINK_BLOCKS + LOCAL_BLOCKS + 1).minimum(end).int()
@@ -159,7 +168,7 @@ def random_blocks(like: Tensor, density: float, seed: int) -> Blocks:
     end, count = end.to(like.device), count.to(like.device)
     place, within = torch.arange(blocks, device=like.device), torch.arange(longest, device=like.device)
     lists = []
-    for _ in range(heads):  # one by one, as sorting takes several times the memory of what is sorted
+    for _ in range(heads):  # one by one, because sorting takes several times the memory of its input
         order = torch.rand(tiles, blocks, generator=generator, device=like.device)
         order.masked_fill_((place < SINK_BLOCKS) | (place >= end - 1 - LOCAL_BLOCKS), 2).masked_fill_(place >= end, -1)
         chosen = order.topk(longest).indices.masked_fill_(within >= count, blocks).sort().values
@@ -172,7 +181,8 @@ def random_blocks(like: Tensor, density: float, seed: int) -> Blocks:
 def repeating(
     shape: tuple[int, int, int], k: int, share: float, steps: int, device: torch.device | str = "cuda"
 ) -> Iterator[Tensor]:
-    """Chunks int64 [rows, heads, k] of each step, for ``shape`` [rows, heads, chunks]."""
+    """Yields the selected chunks int64 [rows, heads, k] of each step, for ``shape`` [rows, heads, chunks]. ``share`` of
+    the chunks were also selected in the previous step."""
     last = torch.rand(shape, device=device).topk(k).indices
     for _ in range(steps):
         weights = torch.rand(shape, device=device)
@@ -182,14 +192,15 @@ def repeating(
 
 
 class ScriptedSelection:
-    """A ``selection_hook``; may be captured in a graph, whose replays continue the script.
+    """A ``selection_hook`` that replaces selections by a script. It may be captured in a CUDA graph; each replay then
+    continues the script.
 
-    Padding rows of a captured batch belong to the last segment, which is unused and for which nothing is selected. A
+    Padding rows of a captured batch belong to the last segment, which is unused. Nothing is selected for them. The
     model must have at least two layers.
 
     Args:
-        tokens: of context, of the shortest sequence; no decoding sequence may be shorter.
-        share: of a step's chunks that the previous step selected too.
+        tokens: tokens of the shortest sequence that decodes.
+        share: share of a step's chunks that the previous step selected, too.
     """
 
     def __init__(self, cache: KVCache, tokens: int, share: float) -> None:
@@ -197,7 +208,7 @@ class ScriptedSelection:
         spec, heads = cache.spec, cache.shape.num_kv_heads
         self._rows, chunks = cache.total["segment_slots"] + 1, spec.compressed_pages(tokens) * PAGE // spec.chunk
         k = int(spec.budget_chunks(torch.tensor([tokens]).numpy())[0])
-        # Row of the script where the current step begins.
+        # Index of the script's row at which the current step begins.
         self._first = torch.zeros(1, dtype=torch.int64, device=cache.device)
         self._script = torch.full((SCRIPT_STEPS, self._rows, heads, 2 * k), -1, device=cache.device)
         for step, chosen in enumerate(repeating((self._rows, heads, chunks), k, share, SCRIPT_STEPS, cache.device)):
@@ -205,7 +216,8 @@ class ScriptedSelection:
         self._script = self._script.flatten(0, 1)
 
     def __call__(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """The current step's selection; a step begins where a layer follows a later one."""
+        """Returns the current step's selection. A new step begins when the layer's number is below that of the previous
+        call."""
         width = selected.chunks.shape[-1]
         if layer < self._layer:
             self._first.add_(self._rows).remainder_(len(self._script))

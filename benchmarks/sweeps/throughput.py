@@ -1,17 +1,17 @@
-"""Decode throughput of KV policies at their largest batch, through ``Engine.step``.
+"""Decode throughput of KV policies at their largest batch, in an engine without a server.
 
-One cell per policy and context: its engine is built, filled with the number of sequences that fits, and decode steps
-are timed in windows; then a few steps are profiled. Cells that already have a JSON file in ``--out`` are not run again.
-Lengths are ragged and pages are fragmented, as after long use: sequences compress at different steps, and their pages
-are in short runs. ``--synthetic-prefill`` computes the first sequence's prompt, for its time, and stores random keys
-and values for the others.
+There is a cell for each policy and context: an engine is opened and filled with as many sequences as fit, decode steps
+are timed in windows of ``--steps`` steps, and a few steps are profiled. Cells that already have a JSON file in
+``--out`` are not run again. Sequences have slightly different lengths, so they compress pages at different steps.
+Memory is fragmented as after long use, so a sequence's pages are in short pieces. ``--synthetic-prefill`` computes the
+first sequence's prompt, for its time, and stores random keys and values for the others.
 
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full shadowkv turbo turbo-host --batch auto --synthetic-prefill --out results
 
-With ``--mix`` a batch has rows of several lengths: how much longer do its steps take than those of its parts, each
-alone, less what every step costs? That is timed with one row of ``FLOOR_TOKENS``: a step reads the weights, whatever
-its rows are. All rows have random keys and values.
+With ``--mix``, a batch has parts whose rows have different lengths. The time of its steps is compared with the sum of
+the times of each part alone. In this sum, the floor counts only once: the time that every step takes because it reads
+the weights. The floor is measured with one row of ``FLOOR_TOKENS`` tokens. All rows have random keys and values.
 
     python -m benchmarks.sweeps.throughput --model llama-3-8b-1m --load-format dummy --kv turbo \\
         --mix 1x1000000,40x61440 1x124928,63x2048 --out results
@@ -52,10 +52,11 @@ from shadowkv.wording import GIB
 COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
 COLUMNS += ["h2d_mb_per_step", "hit_rate", "status"]
 UTILIZATION = 0.99
-"""Share of the GPU's memory; the rest is left for activations, workspaces and captured graphs."""
+"""Share of the GPU's memory that an engine uses. The rest is left for activations, workspaces and captured CUDA
+graphs."""
 
 RAGGED = 64
-"""Prompts are up to this many tokens shorter than the context: sequences compress at different steps."""
+"""Prompts are up to this many tokens shorter than the context, so that sequences compress pages at different steps."""
 
 FLOOR_TOKENS = 1024
 
@@ -74,7 +75,7 @@ Mix = tuple[Part, ...]
 
 
 def mix_of(text: str) -> Mix:
-    """The parts of ``1x1000000,40x61440``; raises ArgumentTypeError for anything else."""
+    """Parses the parts of a batch, such as ``1x1000000,40x61440``. Raises ArgumentTypeError for any other text."""
     matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part) for part in text.split(",")]
     parts = tuple(Part(*map(int, match.groups())) for match in matches if match)
     if len(parts) < max(2, len(matches)):
@@ -85,7 +86,7 @@ def mix_of(text: str) -> Mix:
 
 
 def mix_name(mix: Mix) -> str:
-    """As ``mix_of`` takes it."""
+    """Returns the text that ``mix_of`` parses to ``mix``."""
     return ",".join(map(str, mix))
 
 
@@ -148,13 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def free_memory() -> None:
-    """Frees what an engine that nothing refers to any more had."""
+    """Frees the memory of engines that nothing refers to any more."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of what comes before a cell's figures, and of how long its steps are timed."""
+    """Adds the flags for how long steps are timed, and for the prompts before them."""
     parser.add_argument("--windows", type=int, default=3, help="timed windows (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of a window (default: %(default)s)")
     text = "share of blocks that sparse prefills are given, of every prompt, or by its tokens (61440=0.17,124928=0.11)"
@@ -164,35 +165,35 @@ def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cell_path(out: Path, model: str, kv: str, context: int, batch: str = "auto") -> Path:
-    """The JSON file of a cell."""
+    """Returns the path of a cell's JSON file."""
     name = f"{Path(model).name}_{kv}_{context}_{batch}"
     return out / (re.sub(r"[^\w.-]", "_", name) + ".json")
 
 
 def mix_path(out: Path, model: str, kv: str, mix: Mix) -> Path:
-    """The JSON file of a batch of several lengths."""
+    """Returns the path of the JSON file of a batch with several lengths."""
     name = f"{Path(model).name}_{kv}_{mix_name(mix)}"
     return out / "mixes" / (re.sub(r"[^\w.,-]", "_", name) + ".json")
 
 
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
-    """Config of a cell's engine."""
+    """Returns the config of a cell's engine."""
     given = {name: getattr(args, name) for name in ("model", "load_format", "quantization", "enforce_eager")}
     sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args)}
     host = args.host_memory_gib or 0.85 * free_host_bytes() / GIB
-    # Random weights were not trained for any context: every base takes the same time.
+    # Random weights were not trained for a context length, so any base of RoPE will do. Times do not depend on it.
     theta = 1e7 if args.load_format == "dummy" else None
     memory = {"gpu_memory_utilization": UTILIZATION, "host_memory_gib": host}
     return EngineConfig(kv=kv, rope_theta=theta, **given, **sizes, **memory)
 
 
 def new_tokens(args: argparse.Namespace) -> int:
-    """Most tokens that a sequence gains: warm-up, windows and profile."""
+    """Returns the maximum number of tokens that a sequence generates, in warm-up, windows and profile."""
     return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
-    """One cell; if it does not fit, a row that says so."""
+    """Measures a cell. If it does not fit into memory, the returned ``status`` says so."""
     cell: dict[str, Any] = dict.fromkeys(COLUMNS) | {"model": args.model, "kv": kv, "context": context, "status": "ok"}
     cell["about"] = provenance() | {"synthetic_prefill": args.synthetic_prefill, "quantization": args.quantization}
     try:
@@ -214,7 +215,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix) -> dict[str, Any]:
-    """Steps of a batch of several lengths, and of its parts."""
+    """Measures steps of a batch with several lengths, and of its parts alone."""
     rows, longest = sum(part.rows for part in mix), max(part.tokens for part in mix)
     engine = Engine(config_of(args, kv, rows, longest), loaded)
     cell = {"model": args.model, "kv": kv, "mix": mix_name(mix), "about": provenance()}
@@ -223,7 +224,7 @@ def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
-    """Number of sequences that both tiers hold, as engine and planner count."""
+    """Returns how many sequences fit on both the device and the host, as engine and planner count."""
     shape, dtype = loaded.config.shape, loaded.model.dtype
     capacity = context + new_tokens(args)
     layout = Layout(preset(kv), shape, dtype, capacity)
@@ -235,7 +236,7 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
 
 
 def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
-    """Fills an engine and times its steps."""
+    """Fills an engine, times its steps, and returns the figures."""
     cache = engine.cache
     scatter(cache)
     if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
@@ -269,23 +270,25 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
 
 
 def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool, warm: int = 1) -> float:
-    """Begins ``count`` sequences of up to ``context`` tokens that gain ``new``; returns the first one's time to first
-    token in seconds, after ``warm`` others of as many tokens. Raises MemoryError if some do not fit."""
+    """Begins ``count`` sequences of up to ``context`` tokens, which can generate ``new`` tokens each. Before them,
+    ``warm`` prompts of the same length are computed as warm-up. Returns the first sequence's time to first token in
+    seconds. Raises MemoryError if some sequences do not fit."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
     for _ in range(warm):
         first_token(engine, "before", [*reversed(prompts[0])], new)
-        engine.abort("before")  # what ends is kept for others
+        engine.abort("before")  # an aborted request, unlike a finished one, is not kept in the prefix cache
     seconds = first_token(engine, "0", prompts[0], new)
     begin(engine, prompts[1:], new, synthetic)
     return seconds
 
 
 def first_token(engine: Engine, name: str, prompt: list[int], new: int) -> float:
-    """Steps an engine that is given a request until its first token is there; returns the seconds from its arrival."""
+    """Adds a request, and makes steps until its first token. Returns the seconds from the request's arrival to this
+    token. Raises MemoryError if the request does not fit."""
     engine.add_request(name, prompt, endless(new))
     while not (outputs := engine.step()):
-        if engine.stats().waiting:  # nothing is being computed, so nothing will ever end
+        if engine.stats().waiting:  # no other request runs, so no memory will ever become free
             raise MemoryError("not one sequence fits")
     if outputs[0].error is not None:
         raise MemoryError(outputs[0].error)
@@ -295,8 +298,9 @@ def first_token(engine: Engine, name: str, prompt: list[int], new: int) -> float
 
 
 def time_mix(engine: Engine, mix: Mix, new: int, steps: int, windows: int) -> dict[str, Any]:
-    """Milliseconds of a step: of the floor, of each part alone, of all together; and the ratio of the last to what the
-    parts alone let expect. ``new``: tokens that a sequence gains at the most."""
+    """Returns the milliseconds of a step for the floor, for each part alone, and for all parts together. Also returns
+    the time that is expected from the parts alone, and the ratio of the measured time to it. ``new`` is the maximum
+    number of tokens that a sequence generates."""
     scatter(engine.cache)
     batches = {"floor": (Part(1, FLOOR_TOKENS),), **{str(part): (part,) for part in mix}, "together": mix}
     times, profiles = {}, {}
@@ -309,7 +313,8 @@ def time_mix(engine: Engine, mix: Mix, new: int, steps: int, windows: int) -> di
 
 
 def time_rows(engine: Engine, lengths: list[int], new: int, steps: int, windows: int) -> tuple[float, dict[str, Any]]:
-    """Seconds of a step of rows of these lengths, which leave the engine afterwards, and its profile."""
+    """Times decode steps of a batch whose rows have the given lengths. Returns the seconds of a step, and a profile.
+    The rows leave the engine afterwards."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
     prompts = [draw.choices(words, k=length - draw.randrange(RAGGED)) for length in lengths]
     begin(engine, prompts, new, synthetic=True)
@@ -323,7 +328,7 @@ def time_rows(engine: Engine, lengths: list[int], new: int, steps: int, windows:
 
 
 def summarise(out: Path) -> None:
-    """Writes summary.csv and the plots from all cells of the folder."""
+    """Writes summary.csv and the plots from all cells in the folder."""
     cells = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     with (out / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -1,10 +1,10 @@
-"""Speed and memory with weights in every form, on one GPU: loading, a prompt, and steps of one sequence and of many.
+"""Speed and memory with weights in every format, on one GPU: loading, a prompt, and steps of one sequence and of many.
 
-A row for each form, policy, context and batch; rows that the file has already are not measured again. ``plain`` are
-weights in 16 bits, or as the files of ``--model`` have them; other names are forms of random weights
-(``--load-format dummy``) or ``fp8``. Every form is loaded in a process of its own, so that its time is that of a start:
-the second run of a command has kernels that the first compiled. ``ttft_s`` is of the prompt after
-``--warm-prompts``.
+There is a row for each format, policy, context and batch. Rows that the file already has are not measured again. With
+``plain``, weights are in 16 bits, or in the format of the files of ``--model``. Other names are formats of random
+weights (``--load-format dummy``), or ``fp8``. Every format is loaded in a process of its own, so that the time to load
+is that of a server's start. If a command runs for the second time, kernels that the first run compiled are reused.
+``ttft_s`` is the time to first token of the prompt after ``--warm-prompts`` others.
 
     python -m benchmarks.sweeps.weights --model llama-3.1-8b --load-format dummy --formats plain fp8 gptq nvfp4 \\
         --kv full turbo --cells 1x1024 1x8192 autox61440 autox124928 --replay 61440=0.1738,124928=0.1058 \\
@@ -36,7 +36,7 @@ PLAIN = "plain"
 
 
 def measure(args: argparse.Namespace, form: str) -> None:
-    """The rows of one form."""
+    """Measures and adds the rows of one format."""
     args.quantization = None if form == PLAIN else form
     rows = Rows(args.out, WEIGHTS, replayed=())
     start = time.perf_counter()
@@ -72,7 +72,8 @@ def measure(args: argparse.Namespace, form: str) -> None:
 
 
 def batch_and_context(text: str) -> tuple[int | None, int]:
-    """Sequences, None for as many as fit, and tokens of each; raises ArgumentTypeError for anything else."""
+    """Parses a number of sequences (``auto``, for as many as fit, becomes None) and the tokens of each. Raises
+    ArgumentTypeError for any other text."""
     match = re.fullmatch(r"(auto|[1-9]\d*)x([1-9]\d*)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not sequences x tokens, as 1x1024, or autox61440")

@@ -1,5 +1,5 @@
-"""Baselines: methods of other papers and formats of other engines, one file each, with its presets. They are registered
-like a plugin, and use only the cache's public interface.
+"""Baselines: methods of other papers and formats of other engines, one file each, with its presets. Baselines are
+registered as plugins are, and use only the cache's public interface.
 
 Presets have the default budget, so that methods are compared at equal budgets. The papers' own budgets are in the
 docstrings of ``register``.

@@ -1,14 +1,16 @@
 """An index that scores all tokens by a few columns of skewed queries and keys (InfiniGen, arXiv:2406.19707).
 
-Queries and keys are multiplied by the right singular vectors of the queries. This changes no score, and concentrates
-the scores in few columns. Tokens are scored by the columns in which the absolute values of queries and keys have the
-largest sum. The paper finds the vectors offline and the columns from the whole prompt. Here both come from each
-sequence's own prompt, per layer and kv head, after RoPE. The vectors come from the last 64 queries of all query heads
-of a kv head. The columns come from the mean absolute values of the skewed queries and keys. A segment without queries,
-such as one of generated tokens, uses columns of the unskewed keys.
+InfiniGen skews queries and keys: it multiplies both by the right singular vectors of the queries. Skewing changes no
+score, but concentrates the scores in few columns (dimensions). A token's score uses only some columns: those in which
+the absolute values of skewed queries and keys have the largest sum. The paper finds the vectors offline, and chooses
+the columns by the whole prompt. Here both come from each sequence's own prompt, per layer and kv head, after RoPE. The
+vectors are computed from the last 64 queries of all query heads of a kv head. For each column, two means are added: the
+mean absolute value of these queries after skewing, and that of all skewed keys. The columns with the largest sums are
+kept. A segment of generated tokens has no queries. Its keys are not skewed, and its columns are chosen by the keys
+alone.
 
-The paper scores one layer ahead, from the input of the previous layer, so that keys and values can cross the bus in
-time. This index scores with a layer's own queries, which avoids the error of that speculation.
+In the paper, keys and values are in host memory. It scores one layer ahead, from the input of the previous layer, to
+have time for the transfer. This index scores with a layer's own queries, and so avoids the error of scoring ahead.
 """
 
 from __future__ import annotations
@@ -45,17 +47,18 @@ class Skewed(ScoredIndex):
         )
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
-        grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [L, n, w, H, G, d]
+        grouped = queries.float().unflatten(3, (self.shape.num_kv_heads, -1))  # [layers, segments, queries, H, G, d]
         asked = grouped.transpose(2, 3).flatten(3, 4)
-        # The decomposition raises an error for infinite or NaN entries, which would fail every sequence of the batch. A
-        # sequence with overflowed queries gets non-finite logits, which are reported for that sequence alone.
+        # eigh raises an error for infinite or NaN entries, and the error would fail every sequence of the batch. So
+        # these entries become 0 here. A sequence whose queries overflowed also gets non-finite logits, and these are
+        # reported for this sequence alone.
         gram = (asked.transpose(3, 4) @ asked).nan_to_num_(0.0, 0.0, 0.0)
         directions = torch.linalg.eigh(gram).eigenvectors
         store.state["skew_directions"][layers][:, states] = directions
         store.state["skew_asked"][layers][:, states] = (asked @ directions).abs().sum(3) / max(1, asked.shape[3])
 
     def fitting_bytes(self, tokens: int) -> int:
-        """One head's keys in float32, their projections, and the absolute values of these."""
+        """One head's keys in float32, their projections, and the absolute values of the projections."""
         return 3 * 4 * tokens * self.shape.head_dim
 
     def compression_bytes(self) -> int:
@@ -74,7 +77,7 @@ class Skewed(ScoredIndex):
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         skew = store.state["skew"][tokens.layers][:, tokens.states]
-        skewed = (tokens.rope_keys.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
+        skewed = (tokens.rope_keys.float().transpose(2, 3) @ skew).transpose(2, 3).to(self.dtype)  # [..., H, width]
         store.write_heads("skewed_keys", tokens.layers, tokens.pages, skewed)
 
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:

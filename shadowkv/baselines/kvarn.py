@@ -1,10 +1,10 @@
-"""Pages of rotated rows with variances normalised over tokens and over channels: KVarN (arXiv:2606.03458).
+"""KVarN (arXiv:2606.03458): codes of rotated rows, after the variances of tokens and of channels are normalised.
 
-A token or channel with large entries makes the steps of all entries in its group coarse. So a page is first divided by
-a scale per token and a scale per channel, in alternation (Sinkhorn's iteration, on standard deviations). Then entries
-are quantized in equal steps between the smallest and the largest entry. Keys have one size of step for the 64 entries
-of a channel, and values one for the entries of a token. This is the method's variant with 64 tokens, which are a page
-here.
+A channel is a dimension of the head. Entries of a page are quantized in equal steps between the smallest and the
+largest entry. In keys, the 64 entries of a channel share a step size; in values, the entries of a token do. One token
+or channel with large entries would make the shared step coarse for all. So a page is first divided by a scale per token
+and a scale per channel. The two are computed in alternation (Sinkhorn's iteration, on standard deviations). This is the
+method's variant with 64 tokens, which are a page here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from shadowkv.ops.page import PAGE
 from shadowkv.ops.rotations import walsh_hadamard
 
 ITERATIONS = 16
-"""Rounds of scaling tokens and channels. The round with the most even deviations gives the scales."""
+"""Number of iterations. Each scales the channels and then the tokens. The scales of the iteration with the most even
+standard deviations are used."""
 
 LIMITS = 2.0**-6, 2.0**10
 """Range of scales, in units of the page's standard deviation. Without limits, rows that are nearly constant would be
@@ -33,12 +34,12 @@ LEAST = 1e-10
 
 
 class VarianceNormalisedRows(RowCodec):
-    """Codes whole pages of 64 rows (axis -2). A row stores its own scales, then 1/64 of the channels' scales.
+    """Codes whole pages of 64 rows (axis -2). A row stores its token's scales, then 1/64 of the channels' scales.
 
     An entry is (code x step + least) x scale. In keys each channel has a step and a least entry, and each token a
-    scale; in values each token has a step and a least entry, and each channel a scale. All three are rounded to
-    float16, and codes are chosen for the rounded numbers. A page's scales are normalised: before rounding, their
-    product is 1.
+    scale. In values each token has a step and a least entry, and each channel a scale. Steps, least entries and scales
+    are rounded to float16, and codes are chosen for the rounded numbers. A page's scales are normalised: before
+    rounding, their product is 1.
 
     Attributes:
         bits: bits of a code.
@@ -112,12 +113,12 @@ class KVarNValues(VarianceNormalisedRows):
 
 
 def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d] for tiles float32 [..., 64, d]. A tile should
-    be divided by both.
+    """Returns scales of tokens [..., 64, 1] and of channels [..., 1, d] for tiles float32 [..., 64, d]. The caller
+    divides a tile by both.
 
-    The scales come from the round with the least imbalance. If no round improves a tile, it is only divided by its
-    standard deviation. The imbalance is the ratio of the largest to the smallest deviation of tokens, plus the same
-    ratio of channels. Deviations of constant entries count as 1.
+    The scales of the iteration with the least imbalance are returned. If no iteration improves a tile, it is only
+    divided by its standard deviation. The imbalance is the sum of two ratios of the largest to the smallest standard
+    deviation: that over tokens, and that over channels. The deviation of constant entries counts as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit

@@ -1,8 +1,8 @@
 """An index that scores all tokens by the first principal components of their keys (Loki, arXiv:2406.02542).
 
 The paper finds the components offline, from the keys of a calibration text, and stores all keys in the basis of these
-components. Here the components come from each sequence's own prompt, per layer and kv head, after RoPE. Projected keys
-are stored in addition to the keys.
+components. Here the components come from each sequence's own prompt, per layer and kv head, after RoPE. Keys are stored
+as the policy says, and the projected keys are stored in addition.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class PCA(ScoredIndex):
         mean = tokens.rope_keys.mean(2, dtype=torch.float32)
         for head in range(self.shape.num_kv_heads):
             centred = tokens.rope_keys[:, :, :, head].float() - mean[:, :, None, head]
-            # eigh raises an error for infinite or NaN entries, which would fail every sequence of the batch. A sequence
-            # with overflowed keys gets non-finite logits, which are reported for that sequence alone.
+            # eigh raises an error for infinite or NaN entries, and the error would fail every sequence of the batch. So
+            # these entries become 0 here. A sequence whose keys overflowed also gets non-finite logits, and these are
+            # reported for this sequence alone.
             covariance = (centred.transpose(2, 3) @ centred).nan_to_num_(0.0, 0.0, 0.0)
             components = torch.linalg.eigh(covariance).eigenvectors  # in order of ascending variance
             store.state["pca_basis"][layers, :, head][:, states] = components[..., -self.width :]
@@ -58,9 +59,10 @@ class PCA(ScoredIndex):
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         mean, basis = (store.state[name][tokens.layers][:, tokens.states] for name in ("pca_mean", "pca_basis"))
-        # The mean shifts the scores of all tokens equally, so it can be left out. Rounding errors are then smaller.
+        # Subtracting the mean changes a query's scores of all tokens by the same number, so their order stays. It makes
+        # rounding errors smaller.
         centred = (tokens.rope_keys.float() - mean.unsqueeze(2)).transpose(2, 3)
-        projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [L, n, 64, H, w]
+        projected = (centred @ basis).transpose(2, 3).to(self.dtype)  # [layers, pages, 64, H, width]
         store.write_heads("pca_keys", tokens.layers, tokens.pages, projected)
 
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:
@@ -69,6 +71,7 @@ class PCA(ScoredIndex):
 
 
 def register() -> None:
-    """Registers the index and the preset. The paper's k_f is ``budget=0.25``."""
+    """Registers the index and the preset. The paper's k_f, the share of the tokens that a step selects, is 0.25:
+    ``budget=0.25``."""
     parts.register("index", "pca", PCA)
     presets.register("loki", KVSpec(index="pca", chunk=1))

@@ -1,7 +1,7 @@
-"""PolarQuant INT4: levels in 4 bits, with a scale that keeps the norm of a row.
+"""PolarQuant INT4: rows coded as levels in 4 bits, with a scale that preserves the norm of the row.
 
-It is not the PolarQuant of arXiv:2502.02617, whose codes are angles. The stored scale includes the renormalisation, so
-that a decoder needs no sum over the row.
+It is not the PolarQuant of arXiv:2502.02617, whose codes are angles. The levels alone do not have the norm of the row.
+The stored scale includes the correction (the renormalisation), so a decoder need not sum over the row.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.ops.codec import CodecId
 
 STEPS = 229
-"""Number of steps in the largest level, for kernels that multiply levels as integers. Of all odd numbers up to 255, 229
-fits these levels best: the error is 0.16 % of the distortion."""
+"""Size of the largest level in steps. Kernels that multiply levels as integers round all levels to multiples of a step.
+Of all odd numbers up to 255, 229 fits these levels best: the rounding error is 0.16 % of the codec's own error."""
 
 
 class Halves(Packing):
-    """4 bits: byte c has dimension c of the first half in its low bits, and dimension c of the second half in its high
-    bits."""
+    """Packs codes of 4 bits. Byte c has dimension c of the row's first half in its low bits, and dimension c of the
+    second half in its high bits."""
 
     bits, row_multiple = 4, 2
 

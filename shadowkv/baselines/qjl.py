@@ -1,15 +1,16 @@
-"""QJL (arXiv:2406.03482), as TQ35 and TQ25 of ``aither-kvcache`` 2.4 use it: two groups of dimensions, each coded as
-levels and QJL's signs of the residual.
+"""QJL (arXiv:2406.03482), as TQ35 and TQ25 of ``aither-kvcache`` 2.4 use it: rows have two groups of dimensions, and
+each group is coded as levels and QJL's signs of the residual.
 
-QJL codes the residual of a row as its norm and the signs of its products with a rotation. The estimate is unbiased in
-every direction, whereas rows decoded from a quantizer's levels are too short. With a rotation, the estimate's squared
-error is pi / 2 - 1 = 0.571 of the residual's squared norm. With the paper's Gaussian matrix the error is larger than
-the residual.
+A row's residual is the row minus its levels. QJL codes the residual as its norm and the signs of its products with the
+columns of a rotation. A row estimated from levels and residual is unbiased in every direction, whereas a row decoded
+from levels alone is too short. With a rotation, the squared error of the estimate is pi / 2 - 1 = 0.571 of the
+residual's squared norm. With the paper's Gaussian matrix in place of the rotation, the error is larger than the
+residual.
 
-The formats are here for comparison: ``lloyd-*`` rows of the same size are more accurate, and their products are also
-unbiased (``codecs/lloyd.py``). The bytes mean the same as in the package, except for the factor of the signs
-(``kappa``). The package's factor is sqrt(dimensions of the group) times too small. The factor here makes products
-unbiased.
+The formats are here for comparison: ``lloyd-*`` rows of the same size are more accurate, and their products with
+queries are also unbiased (``codecs/lloyd.py``). The bytes are those of the package. Decoding differs in one factor,
+that of the signs (``kappa``): the package's factor is too small by sqrt(dimensions of the group), and the factor here
+makes products with queries unbiased.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ SPHERE: dict[tuple[int, int], Half] = {
     (128, 3): (0.244425, 0.753330, 1.336599, 2.131471),
     (192, 1): (0.798924,),
 }
-"""Levels for the coordinates of a random unit row of d dimensions, times sqrt(d). The keys are d and the number of
-bits."""
+"""The positive levels for the coordinates of a random unit row of d dimensions, times sqrt(d); the negative ones mirror
+them. The dictionary's keys are d and the number of bits."""
 
 
 class BigEndian(Packing):
-    """A row as one string of bits: each code's highest bit first, each byte's highest bit first. At 3 bits, codes cross
-    bytes. This is the order of TurboQuant in ``aither-kvcache`` 2.4."""
+    """Packs a row as one string of bits. A code begins with its highest bit, and a byte is filled from its highest bit.
+    Codes of 3 bits can cross the border between two bytes. This is the order of TurboQuant in ``aither-kvcache``
+    2.4."""
 
     def __init__(self, bits: int) -> None:
         self.bits, self.row_multiple = bits, 8 // math.gcd(8, bits)
@@ -65,9 +67,9 @@ DIMS = (64, 128, 256)
 
 
 class HybridRows(RowCodec):
-    """Rows in two groups of dimensions, the first dimensions in the first group. The bytes of a group are its codes,
-    the signs of its residual (both in the order of ``BigEndian``), its norm in float16, and its residual's norm in
-    float16. The group is divided by its norm before it is coded, so the residual is that of a row of norm 1.
+    """Codes rows in two groups of dimensions: the first dimensions are the first group. The bytes of a group are its
+    codes, the signs of its residual (both in the order of ``BigEndian``), its norm in float16, and its residual's norm
+    in float16. A group is divided by its norm before it is coded, so its residual is that of a row of norm 1.
 
     Attributes:
         share: share of the dimensions in the first group.
@@ -133,8 +135,9 @@ def _rotation(size: int, name: str, device: torch.device) -> Tensor:
     """Returns a rotation [size, size]: random signs, then a Hadamard matrix.
 
     If the size is not a power of two, the matrix has a diagonal block for each power of two in the size, the largest
-    first (96 = 64 + 32). As in the package, all blocks are divided by sqrt(size). So the matrix shortens rows of 96,
-    and products with TQ25's rows are 11 % too small.
+    first (96 = 64 + 32). As in the package, all blocks are divided by sqrt(size), although a block is a rotation only
+    if divided by the root of its own size. So the matrix shortens rows of 96 dimensions, and products with TQ25's rows
+    are 11 % too small.
     """
     blocks = [2**i for i in reversed(range(size.bit_length())) if size >> i & 1]
     matrices = [random_hadamard(block, name, rounds=1) * (block / size) ** 0.5 for block in blocks]

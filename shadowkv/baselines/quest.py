@@ -1,5 +1,5 @@
-"""Quest (arXiv:2406.10774, section 3.2): an index that scores chunks by bounds on their RoPE-rotated keys, the smallest
-and the largest value of each dimension."""
+"""Quest (arXiv:2406.10774, section 3.2): an index that scores chunks by bounds of their RoPE-rotated keys. The bounds
+are the smallest and the largest value of each dimension."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MinMax(ScoredIndex):
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         chunks = tokens.rope_keys.unflatten(2, (self.chunks, self.spec.chunk))
-        bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [L, n, 2, C, H, d]
+        bounds = torch.stack((chunks.amin(3), chunks.amax(3)), dim=2)  # [layers, pages, 2, chunks, H, d]
         store.write("bounds", tokens.layers, tokens.pages, bounds.permute(0, 1, 4, 2, 3, 5))
 
     def logits(self, store: CompressedStore, layer: int, q: Tensor, batch: CompressedBatch) -> tuple[Tensor, Tensor]:

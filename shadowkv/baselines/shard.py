@@ -1,10 +1,11 @@
-"""Shard: low-rank keys with a width in bits for each rank dimension, and an 8-bit basis. Values are codebook entries
-(``vq.py``).
+"""Shard: low-rank keys whose rank dimensions have different widths in bits, and whose basis has 8-bit entries. Values
+are stored as codebook entries (``vq.py``).
 
-``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. A
-group with b bits costs its variance / (3 * 4^b). A group without bits costs 4 times its variance, because dropping it
-should cost more than its share of the energy. The allocation is an exact dynamic program over the groups, for many
-matrices at a time. The host does not wait for it.
+``allocate`` divides a budget of bits between groups of principal components, with more bits for stronger groups. The
+allocation minimises the sum of the groups' costs. A group with b bits per component costs its variance / (3 * 4^b), the
+error of quantizing it. A group without bits loses its variance, and costs 4 times this, so that few groups are dropped.
+A dynamic program over the groups finds the exact minimum, for many matrices at a time. It runs on the device, and the
+host does not wait for it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ WIDTHS = (8, 6, 4, 2, 0)
 """Possible widths of a component, in bits."""
 
 GROUP = 16
-"""Components per group, in order of their variance; the last group has the rest. Shard has groups of 64. Smaller groups
-follow the variances more closely and take no more bytes."""
+"""Number of components per group. Groups are formed in order of variance; the last group has the rest. Shard itself has
+groups of 64. Smaller groups follow the variances more closely and take no more bytes."""
 
 DROP_PENALTY = 4.0
 """Cost of a group without bits, in units of its variance."""
@@ -37,7 +38,7 @@ DROP_PENALTY = 4.0
 
 def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: float = DROP_PENALTY) -> Tensor:
     """Returns widths in bits, uint8 [M, r], for components with variances [M, r], strongest first. The r widths of a
-    matrix sum to at most ``budget`` bits and have the lowest possible cost (see the module).
+    matrix sum to at most ``budget`` bits and have the lowest possible cost (defined in the module's docstring).
 
     Args:
         group: number of neighbouring components that share a width.
@@ -47,7 +48,7 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
     sizes = [part.shape[1] for part in groups]
     unit = 2 * math.gcd(*sizes)  # in bits; every sum of widths is a multiple of this
     units = budget // unit
-    # Least cost of the groups so far, within a budget of 0, 1, ... units.
+    # Entry u is the least cost of the groups so far within a budget of u units.
     least = variance.new_zeros(len(variance), units + 1, dtype=torch.float32)
     choices = []
     for part, size in zip(groups, sizes, strict=True):
@@ -69,19 +70,19 @@ def allocate(variance: Tensor, budget: int, group: int = GROUP, drop_penalty: fl
 
 
 LARGEST = 127
-"""The largest entry of a basis row, in steps of the row."""
+"""The largest integer of a basis row. A row's step is its largest absolute entry divided by this."""
 
 COMPRESSED_AT_ONCE = 64
 """Pages of one layer that are projected at a time. Each can have its own basis."""
 
 BYTES_OF_A_LATENT = 40
-"""Temporary bytes for packing a latent in PyTorch: several 4-byte copies of the latent and of its shifted and split
-code."""
+"""Temporary bytes for packing an entry of a latent in PyTorch: several 4-byte copies of the entry and of its shifted
+and split code."""
 
 
 class MixedLatents(LatentCodec):
-    """Rank dimensions in 8, 6, 4, 2 or 0 bits each, 4 on average. A row is a string of bits, the lowest bits of
-    a byte first.
+    """Stores each rank dimension in 8, 6, 4, 2 or 0 bits, 4 on average. A row is a string of bits, which fills each
+    byte from its lowest bit.
 
     With b bits a latent is an integer from -(2^(b-1) - 1) to 2^(b-1) - 1. Its code is the latent plus 2^(b-1). A row
     has half a byte for each rank dimension; unused bits are zero.
@@ -120,9 +121,11 @@ def _places(widths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MixedLowRankKeys(LowRankKeys):
-    """Latents of centred keys. Their widths follow from their variances over the prompt (``allocate``).
+    """Stores latents of centred keys. ``allocate`` chooses the width of each rank dimension by its variance over the
+    prompt.
 
-    A basis row is stored as integers and one step, which is already multiplied by the step of the row's latents.
+    A basis row is stored as integers and one step. This step is already multiplied by the step of the latents in the
+    row's rank dimension, so integer latents times the decoded basis are keys.
     """
 
     @classmethod
@@ -192,7 +195,8 @@ class MixedLowRankKeys(LowRankKeys):
         return LatentKeys(store.page["latents"][layer], self.codec, basis, mean, *of_batch, widths, step)
 
     def _decoded(self, store: CompressedStore, layers: slice, states: Tensor) -> Tensor:
-        """Decoded bases, float32 [L, n, r, H, d]."""
+        """Returns decoded bases, float32 [L, n, r, H, d]: L layers, n states, rank r, H kv heads, d dimensions of a
+        head."""
         basis, step = (store.state[name][layers][:, states] for name in ("basis", "basis_step"))
         return basis * step[..., None, None]
 

@@ -1,11 +1,11 @@
 """An index that selects the tokens to which the prompt's last queries attend (SnapKV, arXiv:2404.14469). The ranking is
 the same at every step.
 
-Tokens of the prompt rank by the attention of its last 64 queries, the voters (the published code's default). A token's
-score is the largest attention in a window of 7 tokens around it (as in the paper's LongBench runs). The query heads of
-a kv head vote together. Tokens after the voters, generated or of a later turn, are never dropped in the paper. Here
-they rank above all scored tokens, the newest first, and use the same budget. In a segment without queries, such as one
-of generated tokens, the newest tokens rank first.
+The voters are the prompt's last 64 queries (64 is the default of the published code). Earlier tokens of the prompt rank
+by the voters' attention to them, averaged over the voters of all query heads of a kv head. A token's score is the
+largest attention in a window of 7 tokens around it (as in the paper's LongBench runs). The paper never drops the
+voters' own tokens or later ones (generated, or of a later turn). Here these tokens rank above all scored tokens, the
+newest first, and use the same budget. A segment of generated tokens has no voters; its newest tokens rank first.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from shadowkv.kvcache.parts.base import COMPRESSED_AT_ONCE, OBSERVED, Compressed
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 
 NEIGHBOURS = 7
-"""Size of the pooling window, in tokens. A token's score is that of the most attended token in the window around it."""
+"""Size of the window around a token, in tokens. The token's score is the vote of the most attended token in the
+window."""
 
 LEAST = 1e-37
-"""Smallest vote: its logarithm is finite in float32."""
+"""Lower bound of votes. It makes their logarithms finite in float32."""
 
 
 class Votes(RankedIndex):
@@ -46,7 +47,7 @@ class Votes(RankedIndex):
         count = queries.shape[2]
         padded = queries.new_zeros(*queries.shape[:2], OBSERVED, *queries.shape[3:])
         padded[:, :, :count] = queries
-        grouped = padded.transpose(2, 3).unflatten(2, (self.shape.num_kv_heads, -1))  # [L, n, H, G, 64, d]
+        grouped = padded.transpose(2, 3).unflatten(2, (self.shape.num_kv_heads, -1))  # [layers, segments, H, G, 64, d]
         store.state["vote_queries"][layers][:, states] = grouped.flatten(3, 4)
         store.state["voters"][layers][:, states] = count
         store.state["voted"][layers][:, states] = first[:, None] if count else 0
@@ -56,7 +57,8 @@ class Votes(RankedIndex):
         return 4 * tokens * (self.shape.head_dim + 3 * OBSERVED * self.shape.group)
 
     def compression_bytes(self) -> int:
-        """Keys in float32, the scores of all voters, these minus the log-sum-exps, and the shares."""
+        """Keys in float32, and for all voters: the scores, the scores minus the log-sum-exps, and the attention
+        weights."""
         of_head = 8 * self.shape.head_dim + 12 * OBSERVED * self.shape.group
         return COMPRESSED_AT_ONCE * PAGE * self.shape.num_kv_heads * of_head
 
@@ -70,13 +72,13 @@ class Votes(RankedIndex):
             for head in range(self.shape.num_kv_heads):
                 scores = self._scores(queries[segment][head], tokens.rope_keys[segment][:, head])
                 lse = scores.masked_fill(later, -math.inf).logsumexp(-1)
-                # With an infinite log-sum-exp, a missing voter gives every key a share of 0.
+                # A missing voter has an infinite log-sum-exp, so its attention to every key is 0.
                 sums[segment][head] = torch.where(number < voters[segment], lse, math.inf)
         store.state["vote_lse"][layers][:, states] = sums
 
     def compress(self, store: CompressedStore, tokens: CompressedTokens) -> None:
         voters, lse = (store.state[name][tokens.layers][:, tokens.states] for name in ("vote_queries", "vote_lse"))
-        scores = self._scores(voters, tokens.rope_keys.transpose(2, 3))  # [L, n, H, G * w, 64]
+        scores = self._scores(voters, tokens.rope_keys.transpose(2, 3))  # [layers, pages, H, G * 64 voters, 64 tokens]
         store.write("votes", tokens.layers, tokens.pages, (scores - lse.unsqueeze(-1)).exp().mean(3))
 
     def ranks(self, store: CompressedStore, layer: int, batch: CompressedBatch) -> Tensor:

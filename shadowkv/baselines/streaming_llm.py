@@ -1,7 +1,7 @@
 """StreamingLLM (arXiv:2309.17453): a step attends to the sink and to the newest tokens.
 
-The sink is exact under every policy. The paper renumbers the remaining positions; here every token keeps its position,
-as under every other index.
+The sink is exact under every policy. The paper renumbers the positions of the tokens that remain. Here every token
+keeps its position, as under every other index.
 """
 
 from __future__ import annotations

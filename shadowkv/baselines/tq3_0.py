@@ -23,20 +23,23 @@ BLOCK, BYTES = 32, 14
 SIGNS = tuple(1.0 if sign == "+" else -1.0 for sign in "+-++--+-++-+-+--+--++-+--+++--+-")
 LEVELS = mirrored((0.2428, 0.7434, 1.3336, 2.1573))
 STEPS = 107
-"""Number of steps in the largest level, for kernels that multiply levels as signed bytes. The other levels are rounded
-to multiples of a step. Of all numbers up to 127, 107 fits these levels best: the error is 0.01 % of the distortion."""
+"""Size of the largest level in steps, for kernels that multiply levels as signed bytes. The other levels are rounded to
+multiples of a step. Of all numbers up to 127, 107 fits these levels best: the rounding error is 0.01 % of the codec's
+own error."""
 BOUNDARIES = (-1.7455, -1.0385, -0.4931, 0.0, 0.4931, 1.0385, 1.7455)
-"""Boundaries between levels. They are midpoints; the outermost ones are rounded to four digits."""
+"""Boundaries between levels. They are the midpoints between neighbouring levels; the outermost two are rounded to four
+digits."""
 SHRINK = 0.17677669529663688
 """1 / sqrt(32): with this factor, a product with the Hadamard matrix preserves norms."""
 
 
 class TQ3Rows(RowCodec):
-    """Rows in blocks of 32. The largest entry of a block is coded as the outermost level. Codes are chosen with the
-    scale before it is rounded to float16. If rows are rotated, a NaN makes its whole block zero.
+    """Codes rows in blocks of 32 dimensions. The entry of largest magnitude in a block is coded as the outermost level.
+    Codes are chosen with the exact scale, and the stored scale is rounded to float16. If ``encode`` rotates rows, a NaN
+    makes its whole block zero.
 
-    ``encode`` and ``decode`` rotate rows with a fast Walsh-Hadamard transform. It adds in the fork's order, so the
-    bytes equal the fork's. ``rotation_matrix`` is for callers that rotate queries or outputs instead.
+    ``encode`` and ``decode`` rotate rows with a fast Walsh-Hadamard transform. The transform adds in the fork's order,
+    so the bytes equal the fork's. ``rotation_matrix`` is for callers that rotate queries or outputs instead.
 
     Attributes:
         levels: the level of each code, in units of a block's scale.

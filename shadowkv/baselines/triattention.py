@@ -1,14 +1,15 @@
 """An index that ranks tokens by estimated future scores of their keys (TriAttention, arXiv:2604.04921).
 
-Before RoPE, the queries of a head are similar. So a key's future scores can be estimated when it is stored. The
+Before RoPE, the queries of a head are similar. So a key's future scores can be estimated when the key is stored. The
 estimate has two terms. The first is the score of the mean query, averaged over future distances. The second accounts
-for single queries that differ from the mean: for each frequency of RoPE, the key's length times the difference between
-the queries' mean length and the length of their mean. The paper takes these statistics from 32K tokens of text; here
-they come from the prompt's last queries.
+for queries that differ from the mean. It is a sum over the frequencies of RoPE, each of which rotates a pair of
+coordinates. A frequency adds the length of the key's pair, times the difference between the mean length of the queries'
+pairs and the length of their mean. The paper takes these statistics from 32K tokens of text; here they come from the
+prompt's last queries.
 
-The paper ranks all tokens again every 128 steps. Here a token is ranked once, when it is compressed, for distances from
-the current end of the sequence, because compressed pages never change. In a segment without queries, such as one of
-generated tokens, the newest tokens rank first.
+The paper ranks all tokens again every 128 steps. Here a token is ranked once, when it is compressed, because compressed
+pages never change. Distances then count from the end that the sequence has at that time. A segment of generated tokens
+has no queries; its newest tokens rank first.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trig(RankedIndex):
     def state_fields(self) -> tuple[Field, ...]:
         heads, dim = (self.shape.num_kv_heads, self.shape.group), self.shape.head_dim
         return (
-            Field("trig_query", (*heads, dim), torch.float32),  # after RoPE, relative to the start of the segment
+            Field("trig_query", (*heads, dim), torch.float32),  # mean query, as if at the segment's start
             Field("trig_spread", (*heads, dim // 2), torch.float32),
             Field("trig_queries", (1,), torch.int64),  # number of observed queries
             Field("trig_tokens", (2,), torch.int64),  # first and last position of the fitted tokens
@@ -92,23 +93,24 @@ class Trig(RankedIndex):
 
 
 def rope(x: Tensor, positions: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rows [..., d] after RoPE by positions [...], which can be negative. Unlike ``apply_rope`` it preserves lengths:
-    it leaves out the magnitude of the RoPE config."""
+    """Applies RoPE to rows [..., d] at positions [...], which can be negative. Unlike ``apply_rope``, this function
+    does not multiply by the magnitude of the RoPE config, so lengths stay the same."""
     distances, scale = positions.abs(), 1 / rotary.config.magnitude
     cos, sin = rotary.cos[distances] * scale, rotary.sin[distances] * scale
     return rope_by(x, cos, sin * positions.sign().unsqueeze(-1), rotary)
 
 
 def statistics(queries: Tensor, config: RopeConfig) -> tuple[Tensor, Tensor]:
-    """Returns the mean [L, n, ..., d] of queries before RoPE [L, n, w, ..., d]. Also returns, for each frequency, the
-    queries' mean length minus the length of their mean, [L, n, ..., r / 2], where r = ``config.dim`` is the number of
-    dimensions that RoPE rotates."""
+    """Returns the mean [L, n, ..., d] of w queries before RoPE [L, n, w, ..., d], for L layers and n segments. Also
+    returns, for each frequency, the queries' mean length minus the length of their mean, [L, n, ..., r / 2], where r =
+    ``config.dim`` is the number of dimensions that RoPE rotates."""
     mean = queries.mean(2)
     return mean, lengths(queries, config).mean(2) - lengths(mean, config)
 
 
 def looking_ahead(query: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rotates a query [..., d] by RoPE by each distance of ``AHEAD``. Returns the mean of the results, [..., d]."""
+    """Rotates a query [..., d] ahead by each distance of ``AHEAD``, as RoPE does. Returns the mean of the rotated
+    queries, [..., d]."""
     angles = torch.tensor(AHEAD, dtype=torch.float64)[:, None] * rotary.config.inverse_frequencies()
     cos, sin = (x.mean(0).float().to(query.device) for x in (angles.cos(), angles.sin()))
     return rope_by(query, cos, sin, rotary)
@@ -118,10 +120,10 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
     """Estimates the future scores of keys, in units of logits.
 
     Args:
-        query: [..., G, d], the mean query, RoPE-rotated to future positions.
+        query: [..., G, d], the mean query of each of G query heads, rotated by RoPE to future positions.
         spread: [..., G, w], the length differences of ``statistics``; only the first r / 2 are used, where r =
             ``config.dim`` is the number of dimensions that RoPE rotates.
-        keys: [..., n, d], after RoPE.
+        keys: [..., n, d], the n keys of a kv head, after RoPE.
 
     Returns:
         [..., G, n].
@@ -133,7 +135,7 @@ def expected_scores(query: Tensor, spread: Tensor, keys: Tensor, config: RopeCon
 
 def lengths(x: Tensor, config: RopeConfig) -> Tensor:
     """Lengths [..., r / 2] of the pairs of coordinates in [..., d] that RoPE rotates together. r = ``config.dim`` is
-    the number of dimensions that it rotates."""
+    the number of rotated dimensions."""
     return torch.hypot(*halves(x[..., : config.dim], config))
 
 

@@ -1,8 +1,8 @@
 """Values as entries of a codebook, 4 dimensions per byte: vector quantization as in Shard.
 
-After a Hadamard transform and a division by the largest entry of each dimension, all groups of 4 dimensions have
-similar distributions. So one codebook of 256 entries serves all heads of a layer. It is learned from the prompt by
-k-means.
+Rows are transformed by a Hadamard matrix, and each dimension is divided by its largest entry. Then all groups of 4
+dimensions have similar distributions. So one codebook of 256 entries serves all heads of a layer. The codebook is
+learned from the prompt by k-means.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ ENTRIES = 256
 ITERATIONS = 30
 
 FITTED = 131072
-"""Maximum number of groups that a codebook is fitted on, drawn from all tokens. 512 tokens have this number of groups
-if there are 8 heads of 128 dimensions. k-means then takes a few seconds on a CPU core."""
+"""Maximum number of groups that a codebook is fitted on; they are drawn from all tokens. With 8 heads of 128
+dimensions, 512 tokens have this number of groups. Fitting on this number takes a few seconds on a CPU core."""
 
 AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
-"""Number of products of a group and a codebook entry that are computed at a time, by device type. On a CPU they take 2
-MiB, which fits into a core's cache. On a GPU they take 64 MiB, which is worth a launch and fits into the memory
-reserved at start."""
+"""Number of products of a group and a codebook entry that are computed at a time, by device type. On a CPU the products
+take 2 MiB, which fits into a core's cache. On a GPU they take 64 MiB: enough work for a kernel launch, and within the
+memory reserved at start."""
 
 UNIT = 2.0**30
-"""Scale of fixed-point sums. Integer sums do not depend on the order, so k-means is reproducible on a GPU too."""
+"""Scale of fixed-point sums. Sums of integers do not depend on the order of the terms, so k-means is reproducible on a
+GPU too."""
 
 
 class VectorRows(RowCodec):
-    """A byte for each 4 dimensions of a value. Rows have no scale of their own, so entries of later rows are clipped to
-    the largest entries of the prompt. Entry 0 of the codebook is the origin, so rows of zeros stay zero.
+    """Codes each 4 dimensions of a value in a byte. Rows have no scale of their own: dimensions are divided by the
+    largest entries of the prompt, so larger entries of later rows are clipped. Entry 0 of the codebook is the origin,
+    so rows of zeros stay zero.
 
-    It is not for keys, because products with queries would be biased (``codecs/lloyd.py``).
+    The codec is not for keys, because products with queries would be biased (``codecs/lloyd.py``).
     """
 
     id, name = CodecId.VQ_4X256, "vq-4x256"
@@ -60,7 +62,8 @@ class VectorRows(RowCodec):
         return {"vq_largest": (dim,), "vq_codebook": (ENTRIES, GROUP)}
 
     def fitting_bytes(self, entries: int) -> int:
-        """Rows in float32, two rotated copies, a divided copy, and products with the codebook's entries."""
+        """Rows in float32, two rotated copies, a copy divided by the largest entries, and products with the codebook's
+        entries."""
         return 4 * (4 * entries + AT_ONCE["cuda"])
 
     def fit(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -79,7 +82,8 @@ class VectorRows(RowCodec):
         largest, codebook = state
         y = rows.float() if rotation is None else rows.float() @ rotation
         groups = (y / largest).unflatten(-1, (-1, GROUP))
-        # Axes along which rows share a codebook go last, so that each codebook needs only one matrix product.
+        # Axes along which rows share a codebook are moved to the end, so that each codebook needs only one matrix
+        # product.
         axes = sorted(range(codebook.dim() - 2), key=lambda axis: codebook.shape[axis] == 1)
         moved = groups.permute(*axes, -2, -1)
         books = codebook.flatten(0, -3) if axes else codebook[None]
@@ -100,8 +104,8 @@ class VectorRows(RowCodec):
 def k_means(points: Tensor) -> Tensor:
     """Learns a codebook float32 [256, 4] from points float32 [n, 4] with entries in [-1, 1].
 
-    It runs 30 rounds of Lloyd's algorithm, from points drawn with a fixed seed. Entry 0 stays the origin. Entries
-    without points do not change.
+    It runs 30 iterations of Lloyd's algorithm, starting from points drawn with a fixed seed. Entry 0 stays the origin.
+    Entries without points do not change.
     """
     drawn = torch.randperm(len(points), generator=torch.Generator().manual_seed(0))[: ENTRIES - 1]
     codebook = points.new_zeros(ENTRIES, GROUP)

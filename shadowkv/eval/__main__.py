@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"loading {args.model or EngineConfig.model}", file=sys.stderr, flush=True)
-    from shadowkv.eval.command import execute  # it imports PyTorch, which is too slow for --help and errors
+    from shadowkv.eval.command import execute  # it loads PyTorch, which is too slow for --help and errors
 
     return execute(args, arguments)
 

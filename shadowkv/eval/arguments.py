@@ -26,7 +26,7 @@ COUNTS = (
     *("samples", "batch", "needles", "turns", "num_concurrent"),
     *("prompts", "prompt_tokens", "new_tokens", "measure_every"),
 )
-"""Flags whose values must be at least 1."""
+"""Names of arguments whose values must be at least 1."""
 
 
 def parser(description: str | None) -> Parser:
@@ -81,7 +81,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str) -> None:
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     kv = parser.add_argument_group("KV cache")
-    add_policies(kv, "full", "turbo", type=or_help, default=None)  # with --base-url any name; ``check`` does the rest
+    add_policies(kv, "full", "turbo", type=or_help, default=None)  # ``check`` checks it; a server allows any name
     kv.add_argument(
         "--budget",
         nargs="+",
@@ -138,7 +138,7 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--unquantized-reference",
         action="store_true",
-        default=None,  # as in the config.json of older folders
+        default=None,  # not False: a config.json of an older version lacks it
         help="generate the reference text with unquantized weights, in --dtype, so that results include what quantized "
         "weights lose",
     )

@@ -32,11 +32,11 @@ from shadowkv.models.loader import LoadedModel
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 SAME = ("suite", "adapter", "rope_theta", "hf_overrides", "dtype", "quantization", "load_format")
-"""Flags that all suites have. They must have the same values in all runs that add to one ``--out``."""
+"""Flags of all suites whose values must be the same in all runs that add results to one ``--out``."""
 
 
 def execute(args: argparse.Namespace, arguments: Sequence[str] | None) -> int:
-    """Runs a suite; ``arguments`` are recorded as the command line. Returns the exit status."""
+    """Runs a suite, and records ``arguments`` as the command line. Returns the exit status."""
     try:
         (_compare if args.suite == "fidelity" else _evaluate)(args, command_line(arguments))
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -87,7 +87,7 @@ def _compare(args: argparse.Namespace, command: list[str]) -> None:
 
 
 def _settings(args: argparse.Namespace, model: str, same: Sequence[str]) -> dict[str, object]:
-    """Settings that must be the same in every run that adds to ``--out``."""
+    """Settings that must be the same in every run that adds results to ``--out``."""
     return {"model": model, **{name: _plain(getattr(args, name)) for name in same if hasattr(args, name)}}
 
 
@@ -140,10 +140,10 @@ def _plain(value: object) -> object:
 
 
 class Answerer(Protocol):
-    """Answers samples: a local model or a server."""
+    """Something that answers samples: a local model or a server."""
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Yields predictions of the requested policies as they arrive."""
+        """Yields the requested policies' answers to the samples, as they arrive."""
 
 
 def run(

@@ -1,5 +1,5 @@
-"""Provenance of results: the code, the command and the machine. It is written into result files. A folder's config.json
-has the provenance of every run that has added answers to the folder."""
+"""Provenance of results: which code, command and machine produced them. It is written into result files. The
+config.json of a folder has the provenance of every run that has added answers to the folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBRARIES = ("torch", "numpy", "tokenizers", "openai", "matplotlib", "nvidia-lon
 
 
 def commit() -> str | None:
-    """The checkout's commit, with ``-dirty`` if files differ from it; None outside a checkout."""
+    """Returns the checkout's commit, with ``-dirty`` if files have changed since; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -35,7 +35,8 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The command line without Python itself: a script's file, or ``-m`` and the module that was run."""
+    """Returns the command line without the Python interpreter. It begins with a script's file, or with ``-m`` and the
+    module that was run."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     return shlex.join([*program, *sys.argv[1:]])
@@ -55,7 +56,7 @@ def provenance() -> dict[str, str | None]:
 
 
 def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Policy], command: Sequence[str]) -> None:
-    """Adds this run to config.json.
+    """Adds this run to the config.json of ``folder``.
 
     Args:
         settings: settings that must be the same in every run that adds to ``folder``.
@@ -79,10 +80,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
         if spec is not None and known is not None:
-            # Older versions recorded these fields for every policy, whatever its parts.
+            # Older versions recorded these fields for every policy, even if its parts do not have them.
             former = {"rank": None, "key_groups": 1, "centred": None, "mass": None, "sampled": 0.0}
             former["prefill_error"] = PREFILL_ERROR
-            known = {**KVSpec().as_dict(), **former, **known}  # fields that an older version lacked had their defaults
+            known = {**KVSpec().as_dict(), **former, **known}  # fields that were not recorded had their defaults
             known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")

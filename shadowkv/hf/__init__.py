@@ -1,4 +1,4 @@
-"""``ShadowKVCache`` for ``model.generate`` of transformers: any cache policy, driven by the model's own forward
+"""``ShadowKVCache`` for ``model.generate`` of transformers: a cache with any policy, driven by the model's own forward
 passes."""
 
 from shadowkv.installation import adding

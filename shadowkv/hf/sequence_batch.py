@@ -1,8 +1,8 @@
 """A batch of sequences in a ``KVCache``, driven by forward passes of transformers' models, layer by layer.
 
 transformers applies RoPE before it calls the cache, while KVCache takes queries and keys before RoPE. RoPE is therefore
-undone here, with the model's own cos and sin. The model computes their angles in float32 and rounds them to its dtype.
-KVCache then applies RoPE with its own, more precise tables.
+undone here, with the model's own cos and sin. The model computes the angles in float32, and rounds cos and sin to its
+dtype. KVCache then applies RoPE with its own, more precise tables.
 
 Shapes: B sequences, T new tokens per sequence (including padding), H kv heads, H_q query heads, and d dimensions of a
 head.
@@ -38,7 +38,8 @@ class Step:
         blocks: the batches that attention layers see, each with its slice of the new tokens.
         shape: B and T.
         rows: int64 [n], indices of the n tokens among B * T that are not padding; None if none is padding.
-        cos, sin: float32 [n, 1, dim / 2], which undo RoPE in the n tokens; dim is the number of rotated dimensions.
+        cos, sin: float32 [n, 1, dim / 2]; rotating by them undoes RoPE in the n tokens. dim is the number of rotated
+            dimensions.
         finish_layer: called after each layer's attention, with the layer's number.
         end: called after the last layer.
     """
@@ -83,16 +84,16 @@ class SequenceBatch:
         position_ids: Tensor,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Appends keys and values of a layer's new tokens, and attends. Queries and keys are rotated by RoPE.
+        """Appends keys and values of a layer's new tokens, and attends. ``q`` and ``k`` are already rotated by RoPE.
 
         Returns the attention's output, [B, T, H_q, d], which is 0 for padding.
 
         Args:
             q: queries, [B, H_q, T, d].
             k, v: keys and values, [B, H, T, d].
-            mask: bool [B, columns], False for padding; None without padding.
-            position_ids: int64 [B or 1, T], positions of the model's RoPE.
-            sinks: as in ``KVCache.start``.
+            mask: bool [B, ``self.columns`` + T], False for padding; None without padding.
+            position_ids: int64 [B or 1, T], the positions by which the model's RoPE rotated ``q`` and ``k``.
+            sinks: float32 [H_q], the layer's sinks as in ``KVCache.start``; None if it has none.
         """
         if layer == 0:
             if self.step is not None:
@@ -160,8 +161,8 @@ class SequenceBatch:
         return list(zip(self.sequences, counts, strict=True))
 
     def _inverse_rope(self, k: Tensor, position_ids: Tensor, rows: int, new: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin that undo the model's RoPE of the new tokens. Both are divided by cos² + sin², which is
-        not 1 because of rounding and RoPE's attention factor."""
+        """Returns ``Step.cos`` and ``Step.sin``, which undo the model's RoPE of the new tokens. They are the model's
+        cos and -sin divided by cos² + sin². This sum is not 1, because of rounding and RoPE's attention factor."""
         half = self.config.rope.dim // 2
         cos, sin = (x[..., :half].float() for x in self.rotary(k, position_ids))
         square = cos * cos + sin * sin
@@ -176,7 +177,7 @@ class SequenceBatch:
 
     def _open(self, rows: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """A cache with room for ``rows`` sequences of any number of turns."""
-        # A CPU reads both tiers equally fast: copies would only take time.
+        # A CPU reads the device and host tiers equally fast, so copies into a fetch buffer would only take time.
         fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
         layout = Layout(self.spec, self.config.shape, dtype, self.max_model_len, fetch_buffer)
         need = layout.most_demand(self.max_model_len)

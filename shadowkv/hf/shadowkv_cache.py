@@ -1,6 +1,6 @@
-"""``ShadowKVCache``, and the attention function that a model with it calls.
+"""``ShadowKVCache``, and the attention function that a model with such a cache calls.
 
-A forward pass passes each layer's keys and values to ``Cache.update`` and then calls the attention function with the
+In each layer, transformers passes keys and values to ``Cache.update``, and calls the attention function with the
 result. The attention function appends to the cache and attends, as the engine's attention layers do.
 """
 
@@ -32,20 +32,20 @@ class ShadowKVCache(Cache):
     Every later pass decodes one token per sequence. A cache that is passed again with more tokens continues its
     sequences.
 
-    Generated tokens are those of an engine with the same policy. If the policy does not set ``dense_below`` and
-    ``prefill``, an engine chooses them, while this cache compresses as early as it can and prefills densely.
+    An engine with the same policy generates the same tokens, if the policy sets ``dense_below`` and ``prefill``. If it
+    does not, an engine chooses them, whereas this cache compresses as early as it can and uses dense prefill.
 
     Unsupported operations raise NotImplementedError: forgetting tokens (assisted generation), copying or reordering
     sequences (beam search).
 
     Args:
-        model: of a supported family, on one device, with ``attn_implementation="shadowkv"``.
+        model: a model of a supported family, on one device, with ``attn_implementation="shadowkv"``.
         kv: the policy: a preset's name, optionally with fields (``turbo:dense_below=4096``), or a ``KVSpec``.
         max_model_len: maximum tokens of a sequence, prompt and answer. The first forward pass, which determines the
             batch size, allocates memory for sequences of this length.
 
-    Raises ValueError for another ``attn_implementation``, an unsupported model or policy, and a ``max_model_len`` that
-    exceeds what the model supports.
+    Raises ValueError if the model has another ``attn_implementation``, if the model or the policy is not supported, or
+    if ``max_model_len`` exceeds what the model supports.
     """
 
     def __init__(self, model: PreTrainedModel, kv: str | KVSpec = "turbo", *, max_model_len: int) -> None:
@@ -139,8 +139,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls. It takes queries [B, H_q, T, d], rotated by RoPE, and values
-    [B, H, T, d], and returns [B, T, H_q, d]. ``s_aux`` [H_q] are a layer's sinks (gpt-oss); None if it has none."""
+    """The attention function that transformers calls. It takes queries [B, H_q, T, d], rotated by RoPE, and values [B,
+    H, T, d], and returns [B, T, H_q, d] (letters as in ``sequence_batch.py``). ``s_aux`` [H_q] are a layer's sinks
+    (gpt-oss): a learned score per query head that takes part in the softmax. None if the layer has none."""
     if not isinstance(key, _NewKeys):
         raise ValueError(
             f"attn_implementation={ATTENTION!r} needs a ShadowKVCache: pass past_key_values=ShadowKVCache(model, ...)"
@@ -152,8 +153,8 @@ def _attention(
 
 
 def _mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """Returns the attention mask unchanged, [B, tokens]. It only marks padding: the cache's attention is always
-    causal."""
+    """Returns the attention mask [B, tokens] unchanged. The mask only has to mark padding, because the cache's
+    attention is always causal."""
     return attention_mask
 
 

@@ -1,1 +1,2 @@
-"""Fidelity: how close policies are to full attention along the text that full attention generates."""
+"""Fidelity: how close policies' distributions and attention are to those of full attention, on the text that full
+attention generates."""

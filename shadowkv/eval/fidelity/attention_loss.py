@@ -1,9 +1,9 @@
-"""Measures the attention that a policy loses in each layer, and how often a step selects chunks that earlier steps
-selected.
+"""Measures how much of the exact attention a policy misses in each layer, and how often a step selects chunks that
+earlier steps selected.
 
-The exact attention mass that a policy misses and the error of its output are computed from the policy's own queries,
-and from all keys and values in full attention's cache. For generated tokens both therefore include the effect of the
-policy's earlier errors.
+Two losses are measured: the exact attention mass that the policy misses, and the error of its output. Both compare with
+attention of the policy's own queries to all keys and values in full attention's cache. The policy's earlier errors
+change these queries, and so are a part of both losses.
 
 Shapes: B sequences, H kv heads, H_q query heads, G query heads per kv head, S positions, d dimensions of a head, and k
 chunks that a step can select.
@@ -22,19 +22,19 @@ from shadowkv.kvcache.inspection import exact_elsewhere, exact_keys, rotated_que
 from shadowkv.kvcache.policy.spec import PAGE
 
 SIZES = (1, 2, 4)
-"""Sizes of buffers, in multiples of the number of chunks that a step can select."""
+"""Sizes of the buffers that ``Reuse`` simulates, in multiples of the number of chunks that a step can select."""
 
 
 def exact_weights(cache: ObservedCache, layer: int, q: Tensor, batch: DecodeBatch) -> Tensor:
-    """Returns the exact attention weights over all positions of dense sequences, float32 [B, H, G, S]. They are 0 past
-    a sequence's end.
+    """Returns the exact attention weights over all positions of dense sequences, float32 [B, H, G, S]. The weights are
+    0 past a sequence's end.
 
     Args:
         q: queries [B, H_q, d], before RoPE.
     """
     q = rotated_queries(cache, q, batch).float() * q.shape[-1] ** -0.5
     within, rows = torch.arange(PAGE, device=q.device), []
-    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # one at a time, to limit copied keys
+    for query, pages, counts in zip(q, batch.pages, batch.counts, strict=True):  # singly, to save memory
         keys = exact_keys(cache, layer, pages).float()  # [H, S, d]
         scores = query.unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2)
         rows.append(scores.masked_fill((within >= counts[:, None]).flatten(), float("-inf")).softmax(-1))
@@ -61,7 +61,7 @@ def attended_positions(cache: ObservedCache, seen: Attended, length: int) -> Ten
 
 
 class AttentionLoss:
-    """Means of attention losses over steps, for each layer and sequence (row).
+    """Means of both attention losses over steps, for each layer and sequence (row).
 
     Args:
         exact: the cache of full attention, which decodes each step first.
@@ -87,13 +87,14 @@ class AttentionLoss:
         self._steps[seen.layer] += 1
 
     def mass_recall(self) -> Tensor:
-        """Returns the share of the exact softmax that is on tokens that were read, [layers, rows]. It is a mean over
-        query heads. Layers without attention are left out."""
+        """Returns the share of the exact attention mass that is on tokens that the policy read, [layers, rows], as a
+        mean over query heads. Layers without attention are left out."""
         return self._mean(self._recall)
 
     def output_error(self) -> Tensor:
-        """Returns the relative error of attention's output, [layers, rows]: the norm of its difference to the exact
-        output, divided by the exact output's norm. All heads are joined. Layers without attention are left out."""
+        """Returns the relative error of attention's output, [layers, rows]: the norm of the difference to the exact
+        output, divided by the norm of the exact output. The heads' outputs are concatenated for the norm. Layers
+        without attention are left out."""
         return self._mean(self._error)
 
     def _mean(self, sums: Tensor) -> Tensor:
@@ -102,24 +103,26 @@ class AttentionLoss:
 
 
 class Reuse:
-    """Measures how often a step selects chunks that earlier steps selected. It counts hits in simulated buffers that
-    evict the least recently used chunk. There is one buffer per size, layer, row and kv head.
+    """Measures how often a step selects chunks that earlier steps selected. ``Reuse`` counts hits in simulated buffers,
+    which evict the least recently used chunk when they are full. There is one buffer per size, layer, row and kv head.
 
-    It needs only the selections, so it also works for policies that have no such buffer.
+    Only the selections are needed, so this also works for policies that have no fetch buffer.
 
     Args:
         chunks: number of chunks of the longest sequence.
     """
 
     def __init__(self, layers: int, rows: int, heads: int, chunks: int, device: torch.device) -> None:
-        # The step that last used each chunk, counted from 1; 0 if none has. The extra last entry is for chunk -1.
+        # Number of the step that last used each chunk, counted from 1; 0 if no step has used it. The extra last entry
+        # is for chunk -1.
         self._used = torch.zeros(layers, rows, heads, chunks + 1, dtype=torch.int32, device=device)
         self._steps = [0] * layers
         self._hits = torch.zeros(len(SIZES), layers, rows, dtype=torch.int64, device=device)
         self._selected = torch.zeros(layers, rows, dtype=torch.int64, device=device)
 
     def take(self, layer: int, selected: Tensor) -> None:
-        """Adds a step's chunks, int64 [B, H, k]. -1 is no chunk. A layer's first step only fills its buffers."""
+        """Adds the chunks that a step selects, int64 [B, H, k]; -1 is no chunk. A layer's first step only fills the
+        layer's buffers."""
         used, nobody = self._used[layer], self._used.shape[-1] - 1
         places = selected.where(selected >= 0, nobody)
         if self._steps[layer]:
@@ -135,8 +138,8 @@ class Reuse:
         used[..., nobody] = 0
 
     def hit_rates(self) -> Tensor | None:
-        """Returns hit rates after the first step, [sizes, layers, rows], for the layers that select. None if no layer
-        selects, or if one selected nothing for a row after its first step."""
+        """Returns hit rates over all steps but the first, [sizes, layers, rows], for the layers that select. None if no
+        layer selects, or if some layer selected nothing for some row after the first step."""
         layers = [layer for layer, steps in enumerate(self._steps) if steps]
         selected = self._selected[layers]
         return (self._hits[:, layers] / selected).cpu() if layers and selected.all() else None

@@ -1,5 +1,5 @@
-"""The suite ``fidelity``: it cuts prompts from texts, generates a continuation of each with full attention, and runs
-every policy over this continuation by teacher forcing."""
+"""The suite ``fidelity``: it cuts prompts from texts, generates a continuation of each prompt with full attention, and
+runs every policy over this continuation by teacher forcing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def measure(
     model: str,
     leading: LoadedModel | None = None,
 ) -> list[Measured]:
-    """Measures the policies and prompts that are missing in fidelity.json of ``--out``, a few prompts at a time, and
-    rewrites all files.
+    """Measures the policies and prompts that are missing in fidelity.json of ``--out``, a few prompts at a time. All
+    output files are rewritten after each group of prompts.
 
     Args:
         leading: the model that generates the continuations with full attention; None if it is ``loaded``, the model
@@ -72,7 +72,8 @@ def _write_outputs(measured: Sequence[Measured], model: str, tokens: int, folder
 
 
 def write_divergence_ablation(field: str, measured: Sequence[Measured], model: str, tokens: int, folder: Path) -> None:
-    """Writes the mean KL over prompts of ``tokens`` tokens against the values of ``field``."""
+    """Writes the table and the plot of an ablation: the mean KL over prompts of ``tokens`` tokens, for each value of
+    ``field``."""
     samples: dict[tuple[int, str], list[list[float]]] = {}
     for result in measured:
         samples.setdefault((tokens, result.policy), [[]])[0].append(result.mean_kl)

@@ -1,5 +1,6 @@
-"""Runs policies along the tokens that full attention generates, and measures their losses at each step. Policies that
-compute prompts alike share a prefill. A twin of a policy keeps all generated tokens exact."""
+"""Runs policies along the tokens that full attention generates, and measures the policies' losses at each step.
+Policies with the same prefill attention share one prefill. A policy can have a twin, which keeps all generated tokens
+exact (``ExactTails``)."""
 
 from __future__ import annotations
 
@@ -26,12 +27,11 @@ from shadowkv.models.loader import LoadedModel
 
 @dataclass(frozen=True)
 class ExactTails(Policy):
-    """The twin of a policy: it has the same compressed prompt, copied from the policy, and keeps all generated tokens
-    exact.
+    """The twin of a policy. It has a copy of the policy's compressed prompt, and keeps all generated tokens exact.
 
-    It shows the cost of compressing generated tokens: projecting them onto the basis of their prompt (ShadowKV+),
-    coding them, and relying on the index to find them. A longer window does not show that cost: ``local=1024`` also
-    keeps the last 1,024 tokens of the prompt exact.
+    The policy's loss compared with its twin's is the cost of compressing generated tokens: they are projected onto the
+    basis of their prompt (ShadowKV+), coded, and found by the index. A policy with a longer local window does not show
+    this cost: ``local=1024`` also keeps the last 1,024 tokens of the prompt exact.
 
     Attributes:
         tokens: number of generated tokens that stay exact; ``spec.local`` includes them.
@@ -41,7 +41,7 @@ class ExactTails(Policy):
 
 
 def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
-    """Returns ``policies`` with twins added. The twin of a compressing policy comes right after it, and keeps
+    """Returns ``policies`` with twins added. Each policy that compresses is followed by its twin, which keeps
     ``tokens`` generated tokens exact.
 
     Raises ValueError if no policy compresses.
@@ -58,24 +58,25 @@ def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
 
 
 def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """Returns KL(reference || logits) in nats, [n], of the distributions that logits [n, V] stand for."""
+    """Returns KL(reference || logits) in nats, [n], of the distributions given by logits [n, V]; V is the size of the
+    vocabulary."""
     log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # float32 makes small KLs negative
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:
-    """Returns Σ min(p, q), [n], for the next-token distributions p and q of logits [n, V]. It is the probability that a
-    token drawn from p is accepted as a draft for q (Leviathan et al., arXiv:2211.17192)."""
+    """Returns Σ min(p, q), [n], for the next-token distributions p and q of logits [n, V]. This is the probability with
+    which speculative sampling from q accepts a draft drawn from p (Leviathan et al., arXiv:2211.17192)."""
     return torch.minimum(*(x.double().softmax(-1) for x in (reference, logits))).sum(-1)
 
 
 class Follower:
-    """A policy that follows given tokens.
+    """A policy's cache and runner, whose sequences follow given tokens.
 
     Args:
         prompts: the prompts, all of the same length, one sequence each.
         capacity: maximum number of tokens of a sequence.
-        exact: full attention's cache, which decodes every token first; None for full attention itself.
+        exact: full attention's cache, into which every token is decoded first; None for full attention itself.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Follower:
         assert policy.spec is not None, "the policy is local"
         self.policy, rows = policy, len(prompts)
         if isinstance(policy, ExactTails):
-            capacity += policy.tokens  # the twin then has as many compressed pages as its policy
+            capacity += policy.tokens  # so that the twin has as many compressed pages as its policy
         self.cache = open_cache_as(ObservedCache, loaded, policy.spec, capacity, rows)
         self.runner = Runner(loaded.model, self.cache)
         self.sequences: list[CachedSequence] = []
@@ -101,15 +102,15 @@ class Follower:
             self.cache.observe = self._observe
 
     def decode(self, tokens: list[int]) -> Tensor:
-        """Appends each sequence's next token. Returns the logits [B, V] of the tokens after these."""
+        """Appends each sequence's next token. Returns the logits [B, V] after these tokens, for B sequences."""
         return self.runner.decode(self.sequences, tokens)
 
     def follow(self, tokens: list[int], reference: Tensor, measuring: bool) -> None:
-        """Appends the next tokens, and compares the logits after them with full attention's.
+        """Appends the next tokens, and compares the resulting logits with full attention's.
 
         Args:
             reference: full attention's logits [B, V] after the same tokens.
-            measuring: whether attention is compared, too.
+            measuring: whether attention is compared in this step, too.
         """
         self.measuring = measuring
         logits = self.decode(tokens)
@@ -171,10 +172,10 @@ def follow(
 
     Args:
         loaded: the model that the policies run on.
-        leading: the model that generates the continuations with full attention. Its tokenizer and attention heads must
-            be those of ``loaded``. None means ``loaded``.
+        leading: the model that generates the continuations with full attention; it needs the same tokenizer and
+            attention heads as ``loaded``. None means ``loaded`` itself.
         steps: number of tokens that full attention generates.
-        every: attention is compared at every ``every``-th step.
+        every: number of steps from one comparison of attention to the next.
         progress: called once per step.
     """
     gc.collect()  # frees an earlier call's caches and followers, which form cycles
@@ -195,8 +196,8 @@ def follow(
 
 
 def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity: int) -> Tensor:
-    """Prefills a prompt into a new sequence of every follower. Each model computes the prompt once. Returns the first
-    follower's logits [V] of the prompt's last token."""
+    """Adds a sequence with the prompt to every follower. Each model computes the prompt once per kind of prefill
+    attention. Returns the first follower's logits [V] of the prompt's last token."""
     logits_by_model = []
     for model in dict.fromkeys(follower.runner.model for follower in followers):
         storing = [
@@ -209,7 +210,7 @@ def prefill_followers(followers: Sequence[Follower], prompt: list[int], capacity
         for follower, sequence in zip(storing, sequences, strict=True):
             follower.sequences.append(sequence)
     for twin, follower in pairwise(followers):
-        if isinstance(follower.policy, ExactTails):  # its policy comes right before it
+        if isinstance(follower.policy, ExactTails):  # here ``twin`` is the policy that it belongs to
             follower.sequences.append(
                 follower.cache.snapshots.load(twin.cache.snapshots.export(twin.sequences[-1]), capacity)
             )

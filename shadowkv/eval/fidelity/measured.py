@@ -16,9 +16,9 @@ class Measured:
     """Results along the tokens that full attention generates after a prompt.
 
     Attributes:
-        prompt: file and position that the prompt was cut from.
-        policy: label of the policy: ``kv``, and the requested budget.
-        kv: the preset, with its changed fields.
+        prompt: name of the text that the prompt was cut from, and position in this text.
+        policy: label of the policy: ``kv``, and after an ``@`` the requested budget.
+        kv: the preset, and after a colon its changed fields, except the budget.
         budget: share of the prompt that a step can select.
         steps: number of tokens at which next-token distributions are compared.
         mean_kl, max_kl: KL(full || policy) in nats per token.
@@ -28,7 +28,7 @@ class Measured:
         perplexity, full_perplexity: the policy's and full attention's perplexity on the generated tokens.
         attended_tokens: tokens that a kv head attends to in the last step.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
-        mass_recall: per layer, share of the exact softmax on the tokens that were read.
+        mass_recall: per layer, share of the exact attention mass that is on tokens that the policy read.
         output_error: per layer, relative error of attention's output.
         hit_rates: per buffer size, then per layer (``Reuse``). None if no step selected chunks.
     """
@@ -57,7 +57,8 @@ class Measured:
 
 
 def read_measured(path: Path) -> list[Measured]:
-    """Returns the results of earlier runs; none if there is no file. Raises ValueError for a file of another form."""
+    """Returns the results of earlier runs, or an empty list if there is no file. Raises ValueError if the file has
+    another form."""
     if not path.exists():
         return []
     try:

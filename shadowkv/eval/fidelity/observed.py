@@ -26,8 +26,8 @@ class Attended:
         layer: the layer's number.
         q: queries [B, H_q, d], before RoPE: B sequences, H_q query heads, d dimensions.
         batch: the batch of the queries.
-        selected: the k chunks that each of H kv heads selects, int64 [B, H, k]. -1 is no chunk, and fills the rows of
-            dense sequences. None if all sequences are dense.
+        selected: the k chunks that each of H kv heads selects, int64 [B, H, k]. -1 is no chunk; rows of dense sequences
+            have only -1. None if all sequences are dense.
         out: outputs [B, H_q, d].
     """
 
@@ -73,14 +73,14 @@ class ObservedCache(KVCache):
         return None
 
     def _keep(self, layer: int, q: Tensor, batch: CompressedBatch, selected: Selection) -> Selection:
-        """Stores the selection of some of the rows. It is the cache's selection hook."""
+        """The cache's selection hook. Stores the chunks that some of the rows select."""
         self._selected.append(selected.chunks)
         return selected
 
     def start(
         self, layer: int, q: Tensor, batch: Batch, sinks: Tensor | None = None, index: IndexQueries | None = None
     ) -> Callable[[], Tensor]:
-        """Does the same as ``KVCache.start``, and calls the observer at the end."""
+        """Does the same as ``KVCache.start``. After attention in a decode step, the observer is called."""
         step = batch.groups[self.place(layer)[0].number][0]
         if not isinstance(step, DecodeBatch):
             return super().start(layer, q, batch, sinks, index)

@@ -26,7 +26,8 @@ def plot_fidelity(measured: Sequence[Measured], title: str, folder: Path) -> Non
 
 
 def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
-    """Plots a point per policy with its standard error, on a logarithmic scale. A KL of 0 has no point."""
+    """Plots the mean KL of each policy as a point with its standard error, on a logarithmic scale. A mean of 0 has no
+    point."""
     policies = labels(measured)
     style_of = styles(policies)
     width = 4.5 + 0.08 * max(map(len, policies), default=0)  # room for the labels
@@ -45,7 +46,7 @@ def plot_kl(measured: Sequence[Measured], title: str, path: Path) -> None:
 
 
 def plot_layers(measured: Sequence[Measured], name: str, words: str, title: str, path: Path) -> None:
-    """Plots one of ``LAYER_FIGURES`` by layer: a line per policy with a band of its standard error."""
+    """Plots one of ``LAYER_FIGURES`` by layer: a line per policy, in a band that shows its standard error."""
     figure, (axis,) = new_figure(1, 1, (7.5, 4.5))
     for label, style in styles(labels(measured)).items():
         estimates = layer_means(of_policy(measured, label), LAYER_FIGURES[name])

@@ -1,4 +1,5 @@
-"""Cuts prompts from texts, far apart and without overlap, so that their results are independent samples."""
+"""Cuts prompts from texts. Prompts are far apart and do not overlap, so that results on them are independent
+samples."""
 
 from __future__ import annotations
 
@@ -13,24 +14,25 @@ from shadowkv.wording import counted
 
 ESSAYS, FILES = "essays", "files"
 NAMED = (ESSAYS, *TEXTS_OF_LINES)
-"""Kinds of texts that have a name. ``FILES`` is the kind of the user's own files."""
+"""Kinds of texts that ``--text`` can name. The user's own files are of the kind ``FILES``."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's tokens. ``name`` is ``TEXT:PLACE``, the text's name and the index of the first token in the text."""
+    """A prompt's tokens. ``name`` is ``TEXT:PLACE``: the text's name, and the index in the text of the prompt's first
+    token."""
 
     name: str
     tokens: list[int]
 
 
 def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """Returns ``count`` prompts of ``tokens`` tokens each from every kind of texts.
+    """Returns ``count`` prompts of ``tokens`` tokens each, for every kind of text in ``sources``.
 
     Args:
         sources: files, or kinds of ``NAMED``; None means ``ESSAYS``.
 
-    Raises ValueError if texts are missing or too short, OSError for a file that cannot be read.
+    Raises ValueError if texts are missing or too short, and OSError if a file cannot be read.
     """
     kinds: dict[str, dict[str, str]] = {}
     for source in sources or [Path(ESSAYS)]:
@@ -47,7 +49,7 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
 
 
 def kind_of(prompt: str) -> str:
-    """Returns the kind of text that a prompt was cut from. ``prompt`` is its name."""
+    """Returns the kind of text that the prompt with the name ``prompt`` was cut from."""
     text = prompt.rpartition(":")[0]
     return text if text in NAMED else FILES
 
@@ -61,7 +63,8 @@ def sha256_by_kind(prompts: Sequence[Prompt]) -> dict[str, str]:
 
 
 def cut_prompts(texts: Mapping[str, str], tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
-    """Cuts all texts into prompts of ``tokens`` tokens. Returns ``count`` of these, evenly spread.
+    """Cuts all texts into prompts of ``tokens`` tokens. Returns ``count`` of these prompts, evenly spread over the
+    texts.
 
     Raises ValueError if the texts are too short.
     """

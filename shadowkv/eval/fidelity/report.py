@@ -1,4 +1,5 @@
-"""Tables of fidelity: means over prompts with their standard errors, for each policy and each of its layers."""
+"""Tables of fidelity: means over prompts with their standard errors, for each policy and for each layer under each
+policy."""
 
 from __future__ import annotations
 
@@ -48,19 +49,19 @@ FIGURES: dict[str, Figure] = {
     "least_kept_energy": lambda result: result.least_kept_energy,
     **{name: _over_layers(figure) for name, figure in LAYER_FIGURES.items()},
 }
-"""Columns of fidelity.csv. Figures that are measured for every layer are means over layers."""
+"""Columns of fidelity.csv. For figures that are measured for every layer, the column has the mean over layers."""
 
 
 def over_prompts(measured: Sequence[Measured], figure: Figure) -> tuple[float, float] | None:
-    """Returns a figure's mean over prompts and its standard error, which is NaN for a single prompt. None if no prompt
-    has the figure."""
+    """Returns a figure's mean over prompts and the mean's standard error, which is NaN for a single prompt. None if no
+    prompt has the figure."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return mean_and_error(values) if values else None
 
 
 def layer_means(measured: Sequence[Measured], figure: LayerFigure) -> list[tuple[float, float]]:
-    """Returns a figure's mean over prompts and its standard error for every layer. The list is empty if no prompt has
-    the figure."""
+    """Returns, for every layer, a figure's mean over prompts and the mean's standard error. The list is empty if no
+    prompt has the figure."""
     values = [value for result in measured if (value := figure(result)) is not None]
     return [mean_and_error(layer) for layer in zip(*values)]
 
@@ -69,7 +70,7 @@ def write_tables(measured: Sequence[Measured], model: str, tokens: int, folder: 
     """Writes fidelity.csv, layers.csv and summary.md.
 
     Args:
-        tokens: tokens of each prompt.
+        tokens: number of tokens of each prompt.
     """
     write_csv(folder / "fidelity.csv", _policy_rows(measured, model, tokens))
     write_csv(folder / "layers.csv", _layer_rows(measured, model))
@@ -96,7 +97,7 @@ def _layer_rows(measured: Sequence[Measured], model: str) -> Iterator[list[Cell]
 
 
 def markdown(measured: Sequence[Measured], model: str, tokens: int) -> str:
-    """Returns the text of summary.md: a table for each kind of texts."""
+    """Returns the text of summary.md: a table for each kind of text."""
     kinds = by_kind(measured)
     tables = [
         _table(of_kind, model, tokens, "" if len(kinds) == 1 else f" of {kind}") for kind, of_kind in kinds.items()

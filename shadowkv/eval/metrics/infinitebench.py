@@ -1,6 +1,5 @@
-"""InfiniteBench's metrics (arXiv:2402.13718), after its published scoring.
-
-Two names differ from their tasks': ``first_integer`` scores Passkey and Number, ``rouge_l_sum`` scores En.Sum.
+"""InfiniteBench's metrics (arXiv:2402.13718), after its published scoring. Metrics have the names of their tasks,
+except two: ``first_integer`` scores Passkey and Number, and ``rouge_l_sum`` scores En.Sum.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def kv_retrieval(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def first_integer(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer's first run of digits is the reference (Passkey, Number)."""
+    """Returns 1 if the first sequence of digits in the answer is the reference (Passkey, Number)."""
     match = re.search(r"[0-9]+", prediction)
     return float(match is not None and match.group() == references[0])
 
@@ -34,8 +33,8 @@ def code_run(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def code_debug(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the answer begins with the letter, or names the letter or the function after "is:". ``references``
-    are the function and the letter."""
+    """Returns 1 if the answer begins with the right option's letter, or names the letter or the function after "is:" or
+    "answer:". ``references`` are the right function and its letter."""
     letter = references[-1]
     if prediction[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
@@ -44,8 +43,9 @@ def code_debug(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the chosen letter is right. The chosen letter is the answer's first character, else what follows
-    "answer is", else the first lone letter.
+    """Returns 1 if the answer chooses the right letter. The chosen letter is the answer's first character, if it is an
+    option's letter. Otherwise it is what follows "answer is" or a similar phrase. If there is no such phrase, it is the
+    first word that is an option's letter.
 
     ``references`` are the right answer's text and its letter.
     """
@@ -59,24 +59,25 @@ def longbook_choice(prediction: str, references: tuple[str, ...]) -> float:
 
 
 def longdialogue_qa(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the reference, a name in capitals, is a word of the answer in any case."""
+    """Returns 1 if the reference, a name in capitals, is a word of the answer. The answer may have it in upper or lower
+    case."""
     return float(references[0] in [word.upper() for word in _words(prediction, "\n:\"'.,?!{}")])
 
 
 def longbook_qa_chn(prediction: str, references: tuple[str, ...]) -> float:
-    """F1 of Chinese characters, for the best reference."""
+    """Returns the F1 of Chinese characters against the reference with the highest F1."""
     answer = without_chinese_punctuation(prediction)
     return max(f1(answer, without_chinese_punctuation(reference)) for reference in references)
 
 
 def math_find(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer's first number is the reference."""
+    """Returns 1 if the first number in the answer is the reference."""
     match = re.search(r"\d+\.\d+|\d+", prediction)
     return float(match is not None and float(match.group()) == float(references[0]))
 
 
 def math_calc(prediction: str, references: tuple[str, ...]) -> float:
-    """Share of the references that the answer's integers match before the first mistake."""
+    """Returns the share of the references that the answer's integers match, one by one, before the first mistake."""
     right = 0
     for number, reference in zip(re.findall(r"[0-9]+", prediction), references):
         if int(number) != int(reference):
@@ -117,8 +118,8 @@ def _spaced(text: str, separators: list[str]) -> str:
 
 
 def _after(text: str, prefixes: tuple[str, ...], references: tuple[str, ...]) -> bool | None:
-    """Whether a reference follows the first of ``prefixes`` in the text, after a space; None if the text has none of
-    them."""
+    """Returns whether a reference follows a prefix in the text, after one more character (usually a space). The prefix
+    is the first of ``prefixes`` that the text contains. None if the text contains none of them."""
     for prefix in prefixes:
         if prefix in text:
             return text.split(prefix, 1)[1][1:].startswith(references)

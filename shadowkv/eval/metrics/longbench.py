@@ -1,5 +1,5 @@
-"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring. Of several references the best one
-counts. ``jieba`` splits Chinese text into words, as in LongBench.
+"""LongBench's metrics (arXiv:2308.14508, table 1), after its published scoring. If there are several references, the
+one with the highest score counts. ``jieba`` splits Chinese text into words, as in LongBench.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shadowkv.installation import adding
 
 
 def best(metric: Callable[[str, str], float]) -> Callable[[str, tuple[str, ...]], float]:
-    """Returns a metric that is the largest value of ``metric`` over the references."""
+    """Returns a metric whose score is the highest of ``metric`` over the references."""
     return lambda prediction, references: max(metric(prediction, reference) for reference in references)
 
 
 def first_line(metric: Callable[[str, str], float]) -> Callable[[str, str], float]:
-    """Returns a metric that scores only the answer's first line. After few-shot prompts, answers continue with another
+    """Returns a metric that scores only the answer's first line, because answers to few-shot prompts go on with another
     example."""
     return lambda prediction, reference: metric(prediction.lstrip("\n").split("\n")[0], reference)
 
@@ -31,7 +31,8 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """ROUGE-L F1 as in the ``rouge`` package: over distinct words, with sentences that end at full stops."""
+    """Returns the ROUGE-L F1 as in the ``rouge`` package: each distinct word counts once, and sentences end at full
+    stops."""
     predicted, expected = _sentences(prediction), _sentences(reference)
     union = set()
     for sentence in expected:
@@ -46,10 +47,11 @@ def rouge_l_zh(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 divided by the number of classes that the answer's first line names, or 0 if it lacks the right one.
+    """Returns 1 divided by the number of classes that the answer's first line names, or 0 if the line does not name the
+    right class.
 
-    ``references`` are the right class, then all classes. A class whose name is part of the right class's name does not
-    count.
+    ``references`` are the right class, then all classes. Another class whose name is part of the right class's name is
+    not counted.
     """
     right, answer = references[0], prediction.lstrip("\n").split("\n")[0]
     named = {name for name in references if name in answer and (name == right or name not in right)}
@@ -63,7 +65,7 @@ def retrieval(prediction: str, reference: str) -> float:
 
 
 def count(prediction: str, reference: str) -> float:
-    """Share of the answer's numbers that are the reference."""
+    """Returns the share of the numbers in the answer that equal the reference."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 

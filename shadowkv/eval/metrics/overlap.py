@@ -26,14 +26,14 @@ def without_chinese_punctuation(text: str) -> str:
 
 
 def f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """F1 (harmonic mean of precision and recall) of words, each counted as often as it occurs."""
+    """F1 (harmonic mean of precision and recall) of words. A word counts as often as it occurs."""
     same = sum((Counter(prediction) & Counter(reference)).values())
     return 2 * same / (len(prediction) + len(reference)) if same else 0.0
 
 
 def common_subsequence(left: Sequence[str], right: Sequence[str]) -> list[int]:
-    """Returns the positions in ``left`` of a longest common subsequence. If there are several, it returns the one that
-    backtracking finds first."""
+    """Returns the positions in ``left`` of a longest common subsequence. If there are several, the one that
+    backtracking finds first is returned."""
     lengths = [[0] * (len(right) + 1) for _ in range(len(left) + 1)]
     for i, word in enumerate(left):
         for j, other in enumerate(right):

@@ -16,26 +16,27 @@ rules and tables."""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Share of the references that the answer contains, in any case (RULER, arXiv:2404.06654: all but QA)."""
+    """Returns the share of the references that the answer contains, in upper or lower case (RULER, arXiv:2404.06654:
+    all tasks but QA)."""
     answer = prediction.lower()
     return sum(reference.lower() in answer for reference in references) / len(references)
 
 
 def string_match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer contains any of the references, in any case (RULER: QA)."""
+    """Returns 1 if the answer contains any of the references, in upper or lower case (RULER: QA)."""
     answer = prediction.lower()
     return float(any(reference.lower() in answer for reference in references))
 
 
 def exact_match(prediction: str, references: tuple[str, ...]) -> float:
-    """1 if the answer's first line is one of the references, apart from surrounding space."""
+    """Returns 1 if the answer's first line is one of the references, apart from surrounding white space."""
     lines = prediction.strip().splitlines()
     return float(bool(lines) and lines[0].strip() in {reference.strip() for reference in references})
 
 
 def ends_in_loop(text: str) -> bool:
-    """Whether the text ends in a loop: a cycle of any length that occurs at least three times, over at least ``LOOP``
-    characters."""
+    """Whether the text ends in a loop: a string that repeats at least three times in a row, over at least ``LOOP``
+    characters in all."""
     for cycle in range(1, len(text) // 3 + 1):
         loop = text[-max(LOOP, 3 * cycle) :]
         if len(loop) >= LOOP and loop[cycle:] == loop[:-cycle]:
@@ -44,7 +45,7 @@ def ends_in_loop(text: str) -> bool:
 
 
 def no_loop(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 unless the answer ends in a loop. It ignores ``references``, because there is no right answer."""
+    """Returns 1 unless the answer ends in a loop. ``references`` are ignored, because there is no right answer."""
     return float(not ends_in_loop(prediction))
 
 

@@ -1,4 +1,4 @@
-"""Fits prompts to a length, measured by the model's own tokenizer: fills them with units of text, or cuts out their
+"""Fits prompts to a length in tokens of the model's own tokenizer: fills prompts with units of text, or cuts out their
 middle."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-# A prompt that fills this share of its budget is full enough. Each try costs a tokenization, so tries aim between this
-# share and 1.
+# A prompt that fills this share of its budget (the tokens that the answer leaves) is full enough. Each try costs a
+# tokenization, so tries aim at the middle between this share and 1.
 FULL = 0.97
 
 
@@ -21,7 +21,7 @@ class Question:
 
     Attributes:
         text: the user's message.
-        answer_prefix: beginning of the answer, with which the framed prompt ends.
+        answer_prefix: beginning of the answer. The framed prompt ends with it.
         references: texts that the metric compares the answer with.
         history: earlier turns of the conversation: what the user asked, and what the assistant answered.
     """
@@ -33,7 +33,7 @@ class Question:
 
 
 class TooShortError(ValueError):
-    """Not even the shortest prompt fits the length."""
+    """Raised if not even the shortest prompt fits the length."""
 
 
 class PromptFitter:
@@ -41,11 +41,13 @@ class PromptFitter:
 
     Args:
         tokenizer: measures the prompts.
-        length: tokens of prompt and answer.
+        length: maximum tokens of prompt and answer together.
         max_new_tokens: limit for the answer.
-        chat: whether to use the tokenizer's chat template; the beginning of the answer follows the assistant's header.
+        chat: whether to use the tokenizer's chat template. The beginning of the answer then follows the assistant's
+            header.
 
-    Raises ValueError if the answer alone is as long as ``length``, or for a chat without a template.
+    Raises ValueError if ``max_new_tokens`` leaves no token for the prompt, or if ``chat`` is set and the tokenizer has
+    no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int, max_new_tokens: int, chat: bool = False) -> None:
@@ -55,7 +57,7 @@ class PromptFitter:
         if chat and not tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; ask for plain prompts")
         self._tokenizer, self._chat = tokenizer, chat
-        self._start = 32  # number of units to try first, taken from the last prompt
+        self._start = 32  # number of units that the next ``fill`` tries first
 
     def frame(self, text: str, answer_prefix: str = "", history: Sequence[tuple[str, str]] = ()) -> str:
         """Returns the prompt as the model sees it. Without a chat template, turns of a history begin with ``User:`` and
@@ -66,22 +68,23 @@ class PromptFitter:
         if not self._chat:
             return "\n\n".join(f"User:\n{asked}\n\nAssistant:\n{answer}" for asked, answer in turns)
         roles = [(role, content) for turn in turns for role, content in zip(("user", "assistant"), turn)]
-        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the last one is added below
+        messages = [{"role": role, "content": content} for role, content in roles[:-1]]  # the last one follows below
         prompt = self._tokenizer.apply_chat_template(messages)
         if self._tokenizer.encode("")[:1] == [self._tokenizer.bos_token_id]:  # encode() adds this token
             prompt = prompt.removeprefix(self._tokenizer.special_tokens["bos_token"])
         return prompt + answer_prefix
 
     def count(self, prompt: str) -> int:
-        """Tokens of a framed prompt."""
+        """Returns the number of tokens of a framed prompt."""
         return len(self._tokenizer.encode(prompt))
 
     def fill(self, build: Callable[[int], Question], least: int = 0, most: int | None = None) -> tuple[str, Question]:
-        """Returns the prompt with as many units of text as fit, and its question, ``build(units)``.
+        """Returns the prompt with as many units of text as fit, and its question. ``build(units)`` makes the question
+        with a number of units.
 
-        ``build`` gets at least ``least`` and at most ``most`` units. The number of tokens must grow about linearly with
-        the number of units. The search starts at the last prompt's number of units and measures the tokens per unit,
-        so it usually tokenizes two prompts. Raises TooShortError if ``least`` units do not fit.
+        ``build`` is called with ``least`` to ``most`` units. The number of tokens must grow about linearly with the
+        number of units. The search starts at the number of units that the prompt of the last call had, and measures the
+        tokens per unit. So it usually tokenizes only two prompts. Raises TooShortError if ``least`` units do not fit.
         """
         question = build(least)
         prompt = self.frame(question.text, question.answer_prefix, question.history)
@@ -115,7 +118,8 @@ class PromptFitter:
         least: int = 0,
         most: int | None = None,
     ) -> Sample:
-        """Returns the prompt of ``fill`` as a sample. Raises TooShortError, with the task and the length."""
+        """Returns the prompt of ``fill`` as a sample. If ``fill`` raises TooShortError, the task and the length are
+        added to the message."""
         try:
             prompt, question = self.fill(build, least, most)
         except TooShortError as error:
@@ -132,7 +136,7 @@ class PromptFitter:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         keep = len(ids)
         while excess > 0:
-            # Text around the seam may be tokenized differently than before, so the prompt is counted again.
+            # Where the two halves meet, the text may be tokenized differently than before, so tokens are counted again.
             keep -= excess
             if keep < 2:
                 raise TooShortError(f"a prompt of {self.budget} tokens has no room for text beside the template")

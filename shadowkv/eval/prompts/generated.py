@@ -1,6 +1,8 @@
-"""Logs and tables, made up from a seed: texts that are neither prose nor code, for ``fidelity`` and ``open-ended``.
+"""Logs and tables, made up from a seed: texts that are neither prose nor code, for the suites ``fidelity`` and
+``open-ended``.
 
-Lines repeat a form and differ in names and numbers, so attention has thousands of similar keys to tell apart.
+All lines have one of a few forms and differ in names and numbers. So attention must tell thousands of similar keys
+apart.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ AGENTS = (
     "kube-probe/1.29",
 )
 NETWORKS = ("192.0.2", "198.51.100", "203.0.113")
-"""Networks that are reserved for documentation (RFC 5737)."""
+"""The first three bytes of networks that are reserved for documentation (RFC 5737)."""
 HOSTS = ("web-01", "web-02", "db-01", "cache-03", "mail-02", "build-07")
 USERS = ("deploy", "backup", "admin", "postgres", "anna", "tomas", "svc-metrics")
 DEVICES = ("eth0", "eth1", "sda", "sdb", "nvme0n1", "md127")
@@ -36,8 +38,8 @@ STATES = ("open", "paid", "shipped", "returned", "cancelled")
 
 
 def logs(seed: str, characters: int) -> str:
-    """Returns at least ``characters`` characters of log files: access logs of web servers in the combined format, and
-    syslogs. Each has a header with its name, and ``SECTION`` lines.
+    """Returns at least ``characters`` characters of log files: access logs of web servers in the combined log format,
+    and syslogs. Each file has a header with its name, and ``SECTION`` lines.
 
     A ``seed`` gives the same text in every process. More ``characters`` only add lines.
     """

@@ -1,5 +1,6 @@
-"""Texts for prompts. Haystacks of sentences (a file, essays or noise) are filled up to a number of tokens. Source files
-are those of Python's standard library and PyTorch. ``TEXTS_OF_LINES`` has all kinds of text that consist of lines."""
+"""Texts for prompts. A haystack has sentences of a file, of essays or of noise. ``Filler`` makes texts of a given
+number of tokens from a haystack. Texts of source code consist of files of Python's standard library and of PyTorch.
+``TEXTS_OF_LINES`` lists all kinds of text that consist of lines."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
 
 CHARACTERS_PER_TOKEN = 6
-"""More characters than a token has on average, in code, logs, tables or English."""
+"""Upper bound for the mean number of characters of a token, in code, logs, tables or English."""
 SHORTEST = 1000
 """Minimum size of a source file in bytes. Most smaller files have only imports."""
 LEFT_OUT = {"test", "tests", "testing", "site-packages", "dist-packages", "__pycache__"}
-"""Folders that are left out: tests repeat themselves, and other packages differ from machine to machine."""
+"""Folders whose source files are not used: tests repeat themselves, and installed packages differ from machine to
+machine."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def sentences_of(text: str) -> tuple[str, ...]:
 
 
 class Filler:
-    """Fills haystacks to a given number of tokens.
+    """Makes texts of a given number of tokens from a haystack.
 
     Args:
         hay: the sentences.
@@ -89,8 +91,9 @@ class Filler:
     def fill(self, first: int, limit: int, build: Callable[[list[str]], str]) -> str:
         """Returns ``build(sentences)`` for as many sentences, from index ``first`` on, as fit in ``limit`` tokens.
 
-        The tokens of each sentence are counted separately, so their sum can be a few tokens too small. If the text is
-        then too long, its last sentences are removed. Raises ValueError if even ``build([])`` is too long.
+        Each sentence is tokenized separately, and the sum of the counts can be a few tokens less than the whole text
+        has. If the text is too long for this reason, its last sentences are removed. Raises ValueError if even
+        ``build([])`` is too long.
         """
         room = limit - self.count(build([]))
         sentences: list[str] = []
@@ -108,7 +111,7 @@ class Filler:
 
     def _tokens(self, sentence: str) -> int:
         if sentence not in self._counts:
-            # At least 1, so that the loop ends even if all tokens merge with their neighbours.
+            # At least 1, so that the loop in ``fill`` ends even if a sentence adds no token.
             together = self.count(f"{NOISE}{self.hay.separator}{sentence}")
             self._counts[sentence] = max(1, together - self.count(NOISE))
         return self._counts[sentence]
@@ -123,12 +126,14 @@ def essays() -> Haystack:
 
 
 def source_code(seed: str, characters: int) -> str:
-    """Returns at least ``characters`` characters of whole source files, each after a comment that names its path.
+    """Returns whole source files with at least ``characters`` characters in all. Before each file, a comment has its
+    path.
 
     Args:
-        seed: seed of the files' order, which is the same on every machine with the same ``source_versions``.
+        seed: determines the order of the files. The order is the same on all machines with the same
+            ``source_versions``.
 
-    Raises ValueError if all files together are shorter.
+    Raises ValueError if all files together have fewer characters.
     """
     files = list(_source_files())
     random.Random(seed).shuffle(files)
@@ -164,4 +169,5 @@ def _source_files() -> tuple[tuple[str, Path], ...]:
 
 
 TEXTS_OF_LINES: dict[str, Callable[[str, int], str]] = {"code": source_code, "logs": logs, "tables": tables}
-"""Functions by kind of text. Each makes a text from a seed, of at least the given number of characters."""
+"""Functions by kind of text. A function takes a seed and a number of characters, and returns a text with at least this
+number."""

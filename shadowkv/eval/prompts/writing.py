@@ -1,8 +1,8 @@
-"""Short pieces of writing, made up from a seed. Each is of a kind, such as a poem, and about a topic. In ``mrcr`` they
-are the assistant's texts.
+"""Short pieces of writing, made up from a seed. A piece is of a kind, such as a poem, and about a topic. The suite
+``mrcr`` uses pieces as the assistant's answers.
 
-A piece has ``SENTENCES`` sentences whose forms and words are drawn. All pieces come from the same forms, so that their
-style does not tell them apart.
+A piece has ``SENTENCES`` sentences. Their forms and words are drawn at random. All pieces are made of the same forms,
+so that a piece cannot be recognised by its style.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WORDS = {
     "time": "dawn noon dusk midnight daybreak sunset breakfast supper",
     "unit": "hours days weeks winters evenings mornings miles journeys",
 }
-"""Words by the slot that they fill. A slot with a digit, such as ``noun2``, draws from the same list as ``noun``."""
+"""Words for each slot of the forms. A slot with a digit, such as ``noun2``, uses the words of ``noun``."""
 
 
 def piece(kind: str, topic: str, rng: random.Random) -> str:

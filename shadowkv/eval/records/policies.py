@@ -1,5 +1,5 @@
-"""The policies of an evaluation: every preset with every budget, and the variations of ``--vary``. Labels name the
-policies in files and tables."""
+"""The policies of an evaluation: every preset of ``--kv`` with every budget, and the variations of ``--vary``. A
+policy's label is its name in files and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Policy:
     Attributes:
         label: ``kv``, and after an ``@`` the requested budget.
         kv: the preset, and after a colon its changed fields, except the budget.
-        spec: resolved for the model; None if a server has the cache.
+        spec: the policy with all fields resolved for the model; None if a server has the cache.
     """
 
     label: str
@@ -38,10 +38,10 @@ class Policy:
 
 
 def local_policies(names: Sequence[str], budgets: Sequence[float | int], shape: ModelShape) -> list[Policy]:
-    """Returns the policies of ``names`` with each of ``budgets``, without repetition.
+    """Returns each policy of ``names`` with each of ``budgets``, without duplicates.
 
-    A budget in a name replaces ``budgets``. A policy that selects nothing, such as full attention, has no budget.
-    Raises SettingsError for invalid policies.
+    If a name sets a budget, this budget is used instead of ``budgets``. A policy that selects nothing, such as full
+    attention, has no budget. Raises SettingsError for invalid policies.
     """
     from shadowkv.kvcache.parts import resolve  # imported here: it needs PyTorch, and --help does not
 
@@ -85,7 +85,7 @@ class Variation:
 
     @classmethod
     def parse(cls, text: str) -> Variation:
-        """Parses ``FIELD=V1,V2``; raises ValueError for unknown fields and invalid values.
+        """Parses ``FIELD=V1,V2``. Raises ValueError for an unknown field or an invalid value.
 
         ``expand`` checks whether a value fits a policy and a model.
         """
@@ -101,8 +101,8 @@ class Variation:
         """Replaces each of ``names`` by one policy per value. Returns the policies, and messages about values that were
         left out.
 
-        ``full``, policies that set the field themselves, and policies to which no value applies stay as they are.
-        Raises ValueError if then no policy sets the field.
+        Three kinds of policies stay as they are: ``full``, policies that set the field themselves, and policies to
+        which no value applies. Raises ValueError if no policy sets the field in the end.
         """
         from shadowkv.kvcache.parts import resolve  # imported here: it needs PyTorch, and --help does not
 

@@ -1,5 +1,5 @@
-"""Samples, predictions, and result files that are never half-written: predictions grow line by line, and all other
-files are replaced as a whole."""
+"""Samples, predictions, and functions that write result files. No file is ever half-written: predictions.jsonl grows
+line by line, and all other files are replaced as a whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Sample:
 
     Attributes:
         task: name of its task, e.g. ``niah_single_1``.
-        id: the same for every policy and every run with the same seed.
-        turns: prompts, one per turn; the first holds the context. They are plain text, which is tokenized unchanged.
+        id: number or name within the task, the same for every policy and in every run with the same seed.
+        turns: prompts, one per turn. The first has the context. Prompts are tokenized as they are, without a chat
+            template.
         references: per turn, the texts that the metric compares the answer with.
         max_new_tokens: limit for every turn.
         metric: name in ``metrics.scoring.METRICS``.
@@ -43,18 +44,19 @@ class Prediction:
 
     Attributes:
         task, id, length: the sample's.
-        policy: label of the policy: ``kv``, and the requested budget.
-        kv: the preset, with its changed fields.
+        policy: label of the policy: ``kv``, and after an ``@`` the requested budget.
+        kv: the preset, and after a colon its changed fields, except the budget.
         budget: share of ``length`` that a step can select; None if a server has the cache.
         predictions: answers, one per turn.
         score: mean of the turns' scores, in [0, 1].
         attended_tokens: tokens that a kv head attends to in the last step; None if a server has the cache.
         least_kept_energy: smallest share of the keys' energy that a layer kept, if keys are low-rank.
-        output_tokens: tokens of the answers, all turns together, without end tokens. A server counts them itself. None
-            if the server does not count tokens, and in older folders.
-        seconds: time of decoding and of later turns' prefill under this policy, divided by the number of samples in
-            the batch. For a server, the time of all requests of the sample.
-        prefill_seconds: time of the first prompt's prefill, which stores the prompt for all requested policies.
+        output_tokens: number of tokens of all turns' answers, without end tokens. If a server answers, it is the
+            server's own count. None if the server does not report one, and in folders of older versions.
+        seconds: time that this policy takes for decoding and for the prefill of later turns, divided by the number of
+            samples in the batch. For a server, the time of all requests of the sample.
+        prefill_seconds: time of the first prompt's prefill, which fills the caches of all requested policies; None for
+            a server.
     """
 
     task: str
@@ -78,9 +80,9 @@ class Prediction:
 
 
 class PredictionFile:
-    """Reads predictions.jsonl, and appends lines to it. A line is written as soon as there is a prediction.
+    """Reads predictions.jsonl, and appends a line to it for each prediction.
 
-    A last line that a crash truncated is dropped. Any other invalid line raises ValueError.
+    If a crash has truncated the last line, the line is removed. Any other invalid line raises ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,7 +93,7 @@ class PredictionFile:
             os.truncate(path, len(complete_lines))
 
     def answered(self) -> set[tuple[tuple[str, int, str], str]]:
-        """Pairs of a sample and the label of a policy that answered it."""
+        """Returns pairs of a sample's identity and the label of a policy that has answered the sample."""
         return {(prediction.sample, prediction.policy) for prediction in self.predictions}
 
     def append(self, prediction: Prediction) -> None:
@@ -102,8 +104,8 @@ class PredictionFile:
 
 
 def read_predictions(folder: Path) -> list[Prediction]:
-    """The predictions of a run, from predictions.jsonl or, without it, its compressed form. Raises OSError if neither
-    can be read, ValueError for an invalid line."""
+    """Returns the predictions in a folder, from predictions.jsonl or, if there is none, from predictions.jsonl.gz.
+    Raises OSError if neither can be read, and ValueError for an invalid line."""
     plain, compressed = folder / "predictions.jsonl", folder / "predictions.jsonl.gz"
     if plain.exists():
         return _parsed(plain.read_bytes(), plain)
@@ -123,7 +125,8 @@ def _parsed(lines: bytes, path: Path) -> list[Prediction]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A context with a temporary path, which replaces ``path`` once everything is written."""
+    """A context manager that yields a temporary path. At the end of the context, the file at this path replaces
+    ``path``."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield temporary

@@ -1,4 +1,5 @@
-"""Results of an ablation (``--vary``): a table and a plot of a figure for each value of the varied field."""
+"""Results of an ablation (``--vary``): a table and a plot of a measured figure against the values of the varied
+field."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ COLUMNS = ("model", "length", "kv", "value", "mean", "stderr", "samples")
 
 @dataclass(frozen=True)
 class Point:
-    """A policy's mean figure at a length.
+    """The mean of the measured figure for a policy at a length.
 
     Attributes:
         kv: the policy without the field.
@@ -36,7 +37,7 @@ class Point:
 
 
 def write_score_ablation(field: str, predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes the mean score over all tasks against the values of ``field``."""
+    """Writes the table and the plot of an ablation: the mean score over all tasks, for each value of ``field``."""
     answers: dict[tuple[int, str], list[Prediction]] = {}
     for p in predictions:
         answers.setdefault((p.length, p.policy), []).append(p)
@@ -53,7 +54,7 @@ def write_ablation(
         field: the varied field.
         measure: the figure's name in the table.
         words: the figure's name in the plot.
-        samples: figures by length and label of the policy, with a list for each task.
+        samples: figures of the samples by length and the policy's label, as one list per task.
     """
     measured = points(field, samples)
     write_variation(field, measure, measured, model, folder)
@@ -83,7 +84,7 @@ def write_variation(field: str, measure: str, points: Sequence[Point], model: st
 
 
 def plot_variation(field: str, words: str, all_points: Sequence[Point], share: bool, title: str, path: Path) -> None:
-    """Plots a panel per length and a line per policy; policies that do not set the field are horizontal dotted lines.
+    """Plots a panel per length and a line per policy. A policy that does not set the field is a horizontal dotted line.
 
     Args:
         words: the figure's name.
@@ -108,7 +109,7 @@ def plot_variation(field: str, words: str, all_points: Sequence[Point], share: b
             )
             if drawn:
                 places, means, errors = zip(*drawn)
-                beside = 0.03 * (number - len(policies) / 2)  # shifts points, so that equal figures are all visible
+                beside = 0.03 * (number - len(policies) / 2)  # shifts points sideways, so that equal ones stay visible
                 style = {"capsize": 3, "label": kv, **style_of[kv]}
                 bars = [unit * bar_length(error) for error in errors]
                 axis.errorbar([place + beside for place in places], [unit * mean for mean in means], bars, **style)

@@ -33,17 +33,18 @@ OTHERS = "#9467bd"
 
 MARKERS = "os^DvP*X<>"
 STEP, LIGHTEST = 0.25, 0.6
-"""Share of white that each further variation of a preset adds to its colour, and the largest share."""
+"""Share of white that each further variation of a preset adds to the preset's colour, and the largest share in all."""
 
 
 def colour(policy: str) -> str:
-    """Returns the colour of a policy's preset, as ``#rrggbb``. Changed fields and a budget do not matter."""
+    """Returns the colour of a policy's preset, as ``#rrggbb``. Changed fields and the budget do not change the
+    colour."""
     return PRESETS.get(re.split(r"[:@ ]", policy)[0], OTHERS)
 
 
 def styles(policies: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns ``color`` and ``marker`` of each policy in a plot. Variations of a preset have ever lighter shades of its
-    colour, and different markers."""
+    """Returns ``color`` and ``marker`` of each policy in a plot. Variations of a preset have different markers, and
+    each has a lighter shade of the preset's colour than the one before."""
     families: dict[str, list[str]] = {}
     for policy in policies:
         families.setdefault(colour(policy), []).append(policy)

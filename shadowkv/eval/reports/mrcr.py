@@ -1,4 +1,5 @@
-"""How alike MRCR's answers are to full attention's: mrcr.csv, and a section of summary.md."""
+"""How similar policies' answers to MRCR's samples are to full attention's answers: mrcr.csv, and a section of
+summary.md."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ class Row:
 
     Attributes:
         pairs: number of answers to samples that full attention has answered too.
-        similarity: mean over the pairs of ``metrics.mrcr.similarity`` to full attention's answer to the same sample.
-        interval: 95 % interval of ``similarity``; NaN for a single pair.
+        similarity: mean of ``metrics.mrcr.similarity`` between the policy's and full attention's answer to a sample,
+            over the pairs.
+        interval: 95 % confidence interval of ``similarity``; NaN for a single pair.
     """
 
     length: int
@@ -39,7 +41,8 @@ class Row:
 
 
 def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
-    """Yields a row per length, task and policy. Full attention and policies without pairs have no row."""
+    """Yields a row per length, task and policy. There is no row for full attention itself, nor for a policy without
+    pairs."""
     for (length, task), cell in by_cell(predictions).items():
         baseline = cell.get(BASELINE, {})
 

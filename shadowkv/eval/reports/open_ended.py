@@ -27,8 +27,8 @@ class Row:
     """A policy's answers to the samples of a length and task.
 
     Attributes:
-        figures: means by name, of ``FIGURES`` and of ``agreement``.
-        differences: paired differences to full attention, by name.
+        figures: means of ``FIGURES`` and of ``agreement`` (``_agreement``), by name.
+        differences: means of ``FIGURES`` minus full attention's figure on the same sample, by name.
     """
 
     length: int
@@ -40,7 +40,7 @@ class Row:
 
 
 def summarise(predictions: Sequence[Prediction]) -> Iterator[Row]:
-    """Yields a row per length, task and policy. Figures that the predictions do not have are left out."""
+    """Yields a row per length, task and policy. Figures that no prediction has are left out."""
     for (length, task), cell in by_cell(predictions).items():
         for label in filter(cell.__contains__, labels(predictions)):
             means = {name: values(cell, label, figure) for name, figure in FIGURES.items()}
@@ -79,8 +79,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _agreement(baseline: Answers) -> Callable[[Prediction], float | None]:
-    """Returns a figure: F1 between the words of an answer and of full attention's answer to the same sample. It is None
-    if full attention has not answered the sample."""
+    """Returns the figure ``agreement``: F1 between the words of an answer and those of full attention's answer to the
+    same sample. The figure is None if full attention has not answered the sample."""
     return lambda p: qa_f1(p.predictions[0], baseline[p.sample].predictions[0]) if p.sample in baseline else None
 
 

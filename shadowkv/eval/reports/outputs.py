@@ -1,4 +1,5 @@
-"""Writes all outputs that are made from the predictions: tables, plots, and the cells of needle tests."""
+"""Writes all outputs that are made from the predictions: tables, plots, and the scores of needle tests by depth and
+length."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from shadowkv.eval.reports.summary import labels, write_summary
 from shadowkv.eval.suites import mrcr, niah, open_ended
 
 DARK = 35
-"""Distance of a score from 50, in points. From this distance on, a heatmap's colour is dark and its number white."""
+"""Distance of a score from 50 per cent, in points. Cells of a heatmap beyond this distance are dark, and their numbers
+are white."""
 
 
 def write_outputs(predictions: Sequence[Prediction], model: str, folder: Path) -> None:
-    """Writes all outputs; plots only if matplotlib is installed."""
+    """Writes all outputs. Plots are written only if matplotlib is installed."""
     open_answers = [p for p in predictions if p.task in open_ended.TASKS]
     section = ""
     if open_answers:
@@ -65,8 +67,8 @@ def needle_cells(predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
 def plot_needles(
     predictions: Sequence[Prediction], depth: Callable[[Prediction], float], title: str, path: Path
 ) -> None:
-    """Plots the mean score of one task under one policy by depth (rows, per cent) and length (columns), in colours from
-    red to green."""
+    """Plots a heatmap of the mean scores of one task under one policy: rows are depths in per cent, columns are
+    lengths, and colours go from red to green."""
     lengths, depths = sorted({p.length for p in predictions}), sorted({depth(p) for p in predictions})
     cells: dict[tuple[float, int], list[float]] = {}
     for p in predictions:

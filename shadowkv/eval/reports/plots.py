@@ -1,4 +1,5 @@
-"""Plots of an evaluation: score by task, score by attended tokens, and helpers for figures."""
+"""Plots of an evaluation: score by task and score by attended tokens. Other modules use the functions for matplotlib
+figures."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from shadowkv.eval.reports.summary import by_cell, labels, score, scores_by_task
 
 
 def plot_scores(predictions: Sequence[Prediction], model: str, path: Path) -> None:
-    """Plots a panel per length, a row per task, and a dot per policy with its standard error. A dot is the paired
-    difference to full attention. If full attention is missing or is the only policy, a dot is the score."""
+    """Plots a panel per length, a row per task, and a dot per policy with its standard error. A dot is the mean
+    difference of a policy's scores to full attention's on the same samples. If full attention is missing or is the only
+    policy, a dot is the mean score."""
     cells = by_cell(predictions)
     tasks = list(dict.fromkeys(task for _, task in cells))
     lengths = sorted({length for length, _ in cells})
@@ -76,7 +78,8 @@ def plot_budgets(predictions: Sequence[Prediction], model: str, path: Path) -> N
 
 
 def _points(predictions: Sequence[Prediction]) -> list[tuple[float, float, float]]:
-    """Returns mean attended tokens, mean score and its error in per cent for each policy, fewest tokens first."""
+    """Returns each policy's mean attended tokens, mean score in per cent, and the score's standard error. The policy
+    with the fewest tokens comes first."""
     points = []
     for label in labels(predictions):
         chosen = [p for p in predictions if p.policy == label and p.attended_tokens is not None]
@@ -112,9 +115,9 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
 
 
 def set_logarithmic(axis: Any, which: str, base: int = 10) -> None:
-    """Makes an axis, ``x`` or ``y``, logarithmic. Call it after the data is drawn. Labels are at powers of ``base``.
-    For base 10 they are also at 2 and 5 times these powers, unless the axis spans three decades. If this gives fewer
-    than two labels, labels are at even steps."""
+    """Makes an axis, ``x`` or ``y``, logarithmic. Call it after the data is drawn. The axis is labelled at powers of
+    ``base``. For base 10, it is also labelled at 2 and 5 times these powers, unless it spans three decades. If this
+    gives fewer than two labels, the axis is labelled at equal distances."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
     getattr(axis, f"set_{which}scale")("log", base=base)

@@ -1,8 +1,8 @@
 """Means with their standard errors, and paired differences with their 95 % intervals.
 
-Values come in strata, one per task. Tasks are chosen, not drawn, so differences between their means are not part of the
-overall mean's error. If all tasks have equally many values, this error is ``sqrt(sum(error of a task ** 2)) / number of
-tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
+Values come in strata, one per task. Tasks are chosen and not drawn at random, so differences between the tasks' means
+do not add to the standard error of the overall mean. If all tasks have equally many values, this standard error is
+``sqrt(sum(error of a task ** 2)) / number of tasks`` (stratified sampling; Cochran, Sampling Techniques, section 5.3).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 RESAMPLES = 10_000
 
 Estimate = tuple[float, float]
-"""A mean and its standard error, NaN for a single value."""
+"""A mean and its standard error. The error is NaN for a single value."""
 
 
 def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of all values, and its standard error from the deviations within strata. The error is NaN for a
-    single value."""
+    """Returns the mean of all values, and its standard error. The error is estimated from the deviations within strata,
+    and is NaN for a single value."""
     groups = _with_spread(strata)
     count = sum(map(len, groups))
     mean = sum(map(sum, groups)) / count
@@ -34,7 +34,7 @@ def mean_and_error(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean of paired differences, by Efron's percentile bootstrap.
+    """Returns the 95 % confidence interval of the mean of paired differences, by Efron's percentile bootstrap.
 
     Each stratum is resampled separately, with a fixed seed. A single pair has no interval: (NaN, NaN).
     """
@@ -43,7 +43,7 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
     if count < 2:
         return math.nan, math.nan
     rng = np.random.default_rng(0)
-    # Resamples are drawn 100 at a time: 10,000 resamples of thousands of pairs would take gigabytes.
+    # Resamples are drawn 100 at a time, because all 10,000 resamples of thousands of pairs would take gigabytes.
     means = [
         sum(values[rng.integers(0, len(values), (100, len(values)))].sum(1) for values in arrays) / count
         for _ in range(RESAMPLES // 100)
@@ -53,8 +53,8 @@ def paired_interval(*strata: Sequence[float]) -> tuple[float, float]:
 
 
 def _with_spread(strata: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-    """Returns the strata if each has several values. A stratum with a single value shows no deviation; if there is one,
-    all values are returned as one stratum, which makes errors larger."""
+    """Returns the strata if each has several values. A single value shows no deviation. So if a stratum has only one
+    value, all values are returned as one stratum, which makes errors larger."""
     return strata if all(len(values) > 1 for values in strata) else [[value for values in strata for value in values]]
 
 

@@ -1,4 +1,4 @@
-"""Tables of an evaluation: summary.csv and summary.md, regenerated from all predictions."""
+"""Tables of an evaluation: summary.csv and summary.md. They are written anew from all predictions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COLUMNS = (
     *("output_tokens", "output_tokens_stderr", "output_tokens_difference", "output_tokens_difference_stderr"),
 )
 ALL = "all"
-"""Task name of the row over all tasks of a length."""
+"""Task name of rows over all tasks of a length."""
 
 Answers = dict[tuple[str, int, str], Prediction]
-"""Predictions by sample."""
+"""Predictions by the sample's identity (``Prediction.sample``)."""
 Cells = dict[tuple[int, str], dict[str, Answers]]
 Figure = Callable[[Prediction], float | None]
 
@@ -38,16 +38,17 @@ class Row:
     """A policy's answers to the samples of a length and task.
 
     Attributes:
-        length, task: length and task of the samples. The task ``ALL`` means all tasks of a length.
-        policy, kv, budget: as in a prediction.
+        length, task: length and task of the samples; ``ALL`` means all tasks of the length.
+        policy, kv, budget: as in ``Prediction``.
         samples: number of answers.
         pairs: number of answers to samples that full attention has answered too.
         score: mean score, in [0, 1].
-        difference: mean difference to full attention's score, over the pairs. None for full attention itself, and if
-            there are no pairs.
-        interval: 95 % interval of ``difference``; NaN for a single pair.
-        output_tokens: mean tokens of an answer, all turns together; None if predictions do not have them.
-        output_tokens_difference: mean difference to full attention's ``output_tokens``, over the pairs.
+        difference: mean of the score minus full attention's score on the same sample, over the pairs. None for full
+            attention itself, and if there are no pairs.
+        interval: 95 % confidence interval of ``difference``; NaN for a single pair.
+        output_tokens: mean number of tokens of a sample's answers, all turns together; None if no prediction has the
+            number.
+        output_tokens_difference: mean of the number minus full attention's on the same sample, over the pairs.
     """
 
     length: int
@@ -72,7 +73,8 @@ def write_summary(predictions: Sequence[Prediction], model: str, folder: Path, s
 
 
 def summarise(predictions: Sequence[Prediction]) -> list[Row]:
-    """Returns a row per length, task and policy. ``ALL`` is the last task, and full attention the first policy."""
+    """Returns a row per length, task and policy. ``ALL`` is the last task of a length, and full attention the first
+    policy of a task."""
     summary = []
     for (length, task), cell in by_cell(predictions).items():
         for label in labels(predictions):
@@ -102,7 +104,8 @@ def summarise(predictions: Sequence[Prediction]) -> list[Row]:
 
 
 def by_cell(predictions: Sequence[Prediction]) -> Cells:
-    """Returns answers by length and task, then by policy, then by sample. ``ALL`` has all tasks of a length."""
+    """Returns answers by length and task, then by policy, then by sample. The task ``ALL`` has the answers of all tasks
+    of a length."""
     cells: Cells = defaultdict(lambda: defaultdict(dict))
     for p in predictions:
         cells[p.length, p.task][p.policy][p.sample] = p
@@ -154,7 +157,8 @@ def scores_by_task(predictions: Sequence[Prediction]) -> list[list[float]]:
 
 
 def rows(summary: Sequence[Row], model: str) -> list[tuple[str | int | float, ...]]:
-    """Returns the rows of summary.csv. Scores are in [0, 1]. Missing values, such as one sample's error, are empty."""
+    """Returns the rows of summary.csv. Scores are in [0, 1]. Missing values, such as the error of a single sample, are
+    empty."""
     return [
         (
             *(model, row.kv, row.length, "" if row.budget is None else row.budget, row.task),

@@ -1,4 +1,5 @@
-"""Caches of an evaluation: they are sized for its samples, and filled and read through the engine's own runner."""
+"""Caches for evaluations: functions that open caches of the needed size, fill them with prompts, and read diagnostics
+from them."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ Cache = TypeVar("Cache", bound=KVCache)
 
 
 def open_cache(loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int = 1) -> KVCache:
-    """Returns a cache for ``slots`` sequences of ``capacity`` tokens each. The model's layers use the cache's ops from
-    now on."""
+    """Returns a cache for ``slots`` sequences of ``capacity`` tokens each. From then on, the model's layers use the ops
+    of this cache."""
     return open_cache_as(KVCache, loaded, spec, capacity, slots)
 
 
@@ -47,10 +48,11 @@ def open_cache_as(kind: type[Cache], loaded: LoadedModel, spec: KVSpec, capacity
 
 
 def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: int) -> int:
-    """Returns how many sequences of ``capacity`` tokens fit in free memory, each under all ``specs`` at once.
+    """Returns how many sequences of ``capacity`` tokens fit in free memory if each sequence is stored under all
+    ``specs``.
 
-    On a CPU this is 1, because a batch is no faster there. A share of the GPU's memory and of the host's memory is left
-    free, as in the engine.
+    On a CPU the result is 1, because a batch is no faster there. As in the engine, a share of the GPU's memory and of
+    the host's memory is left free.
     """
     parameter = next(loaded.model.parameters())
     if parameter.device.type == "cpu":
@@ -75,7 +77,7 @@ def sequences_that_fit(loaded: LoadedModel, specs: Sequence[KVSpec], capacity: i
 def prefill(model: Decoder, cache: KVCache | FanOut, work: list[tuple[Any, list[int]]], scored: bool = False) -> Tensor:
     """Prefills admitted sequences. Returns logits [n, V] of the last token of each of the n sequences; V is the size of
     the vocabulary. If ``scored``, the last layer's attention and MLP compute all tokens instead of only each sequence's
-    last one. After a second it shows a progress bar on a terminal."""
+    last one. On a terminal, a progress bar appears after a second."""
     run, tokens = steps_of_prefill(model, cache, work, scored), sum(len(ids) for _, ids in work)
     each = tokens / pieces(model, tokens, scored)  # progress of one piece, in tokens
     bar = tqdm(desc="reading", total=tokens, unit="token", unit_scale=True, leave=False, disable=None, delay=1)
@@ -94,8 +96,8 @@ def prefill_all(
 ) -> tuple[list[CachedSequence], Tensor]:
     """Returns a new sequence with the prompt in every cache, and logits [caches, V] of the prompt's last token.
 
-    The prompt is computed once for all caches with the same prefill attention. It is compressed in only one of the
-    caches that store it alike, and copied to the others: a copy takes a thousandth of the time of computing the
+    The prompt is computed once for all caches with the same prefill attention. Of caches that store the prompt in the
+    same form, only one compresses it. The others get a copy, which takes a thousandth of the time of computing the
     low-rank form again.
     """
     alike = [
@@ -119,7 +121,8 @@ def prefill_all(
 
 
 def figures(cache: KVCache, sequence: CachedSequence) -> dict[str, float | int]:
-    """Returns the number of tokens that the last step attended to, and each diagnostic's minimum over layers."""
+    """Returns the number of tokens that a kv head attended to in the last step, and the minimum of each diagnostic over
+    layers."""
     attended: dict[str, float | int] = {"attended_tokens": cache.spec.attended_tokens(sequence.length)}
     least = {f"least_{name}": round(float(x.min()), 4) for name, x in diagnostics(cache, sequence).items()}
     return {**attended, **least}

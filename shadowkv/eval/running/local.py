@@ -1,7 +1,7 @@
-"""Answers samples with several policies, from one prefill for all policies with the same prefill attention.
+"""Answers samples with several policies. Policies with the same prefill attention share one prefill of each prompt.
 
-Samples of a task and length are batched: each is prefilled and copied into the caches of all policies. Then every
-policy decodes the whole batch together.
+Samples of a task and length are batched. The prompt of each sample is prefilled into the caches of all policies. Then
+every policy decodes the whole batch together.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shadowkv.wording import counted
 
 
 class Answering:
-    """A policy's cache for ``slots`` sequences of ``capacity`` tokens. The sequences answer together: every step
-    decodes all unfinished ones.
+    """A policy's cache for ``slots`` sequences of ``capacity`` tokens, and the decoding of their answers. Every step
+    decodes all sequences whose answers are unfinished.
 
-    Decode steps are CUDA graphs where the engine would use them.
+    On a GPU, decode steps are CUDA graphs, unless an op must synchronise with the host.
     """
 
     def __init__(self, loaded: LoadedModel, spec: KVSpec, capacity: int, slots: int) -> None:
@@ -43,7 +43,7 @@ class Answering:
         """Returns the tokens of every sequence's answers, one answer per turn, decoded greedily.
 
         Args:
-            first: per sequence, the first token of its first answer. The prompt is already in the cache.
+            first: per sequence, the first token of its first answer. The first prompt is already in the cache.
             turns: per sequence, the tokens of every later turn. All sequences have the same number of turns.
             limit: maximum tokens of an answer.
             ends: tokens that end an answer and are not part of it.
@@ -52,7 +52,8 @@ class Answering:
         for turn in zip(*turns, strict=True):
             work = []
             for sequence, tokens, answer in zip(self.sequences, turn, answers, strict=True):
-                # The last token of an answer that reached the limit is not in the cache yet. End tokens never are.
+                # If an answer reached the limit, its last token is not in the cache yet. End tokens are never put into
+                # the cache.
                 new = [*(answer[-1][-1:] if len(answer[-1]) == limit else []), *tokens]
                 length = sequence.length
                 self.cache.extend(sequence, length + len(new), sequence.capacity)
@@ -84,13 +85,14 @@ class Answering:
             if not going:
                 return answers
             rows, newest = going, [answers[row][-1] for row in going]
-            # ``tolist`` waits once per step for all rows, before the next step may overwrite the logits.
+            # ``tolist`` waits for the device once per step, before the next step may overwrite the logits.
             tokens = self.runner.decode([self.sequences[row] for row in rows], newest).argmax(-1).tolist()
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A sample's turns as tokens. ``need`` is the number of tokens of the turns and of the longest possible answers."""
+    """A sample's turns as tokens. ``need`` is the total number of tokens of the turns and of the longest possible
+    answers."""
 
     sample: Sample
     turns: list[list[int]]
@@ -112,7 +114,8 @@ class Forks:
         self._capacity = self._slots = 0
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Yields predictions batch by batch, policy by policy. Raises ValueError for a sample that is too long."""
+        """Yields predictions batch by batch, policy by policy. Raises ValueError if a sample is longer than the model
+        allows."""
         groups = [list(group) for _, group in groupby(work, lambda asked: _kind(*asked))]
         largest_group = max(map(len, groups), default=0)
         for group in groups:
@@ -137,7 +140,8 @@ class Forks:
         return Prompts(sample, turns, need)
 
     def _open(self, policies: list[Policy], capacity: int, largest_group: int) -> None:
-        """Provides caches of all ``policies`` for up to ``largest_group`` sequences of ``capacity`` tokens."""
+        """Opens caches of all ``policies`` for sequences of ``capacity`` tokens, unless the open ones suffice. A cache
+        has ``largest_group`` slots, or fewer if ``batch`` or the memory does not allow as many."""
         if capacity <= self._capacity and all(policy.label in self._caches for policy in policies):
             return
         self._caches.clear()
@@ -182,7 +186,7 @@ class Forks:
             cache.clear()
 
     def _prefill(self, caches: list[Answering], prompt: Prompts) -> list[int]:
-        """Prefills the prompt into every cache; returns the token that follows in each cache."""
+        """Prefills the prompt into every cache. Returns, for each cache, the first token of the answer."""
         stores = [answering.cache for answering in caches]
         sequences, logits = prefill_all(self.loaded.model, stores, prompt.turns[0], prompt.need)
         for cache, sequence in zip(caches, sequences, strict=True):
@@ -191,6 +195,6 @@ class Forks:
 
 
 def _kind(sample: Sample, policies: list[Policy]) -> tuple[object, ...]:
-    """A key that is equal for samples that can be answered together."""
+    """Returns a key for batching: samples with the same key can be answered together."""
     labels = tuple(policy.label for policy in policies)
     return sample.task, sample.length, len(sample.turns), sample.max_new_tokens, labels

@@ -1,5 +1,5 @@
-"""Answers samples with an OpenAI-compatible completions endpoint, greedily. It also loads the tokenizer that measures
-prompts."""
+"""Answers samples greedily with an OpenAI-compatible completions endpoint, and loads the tokenizer that counts the
+tokens of prompts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shadowkv.wording import counted
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """Returns the tokenizer of a catalogue name, directory, .gguf file or hub id. Only the server needs to be able to
-    run the model.
+    """Returns the tokenizer of a model, given as a catalogue name, directory, .gguf file or hub id. The model need not
+    be one that this package can run.
 
     Raises OSError or ValueError as ``load_model`` does.
     """
@@ -39,11 +39,12 @@ class Remote:
 
     Args:
         base_url: as for the openai client, e.g. ``http://localhost:8000/v1``.
-        model: the served name; None means the server's first.
+        model: the name under which the server has the model; None means the server's first model.
         count_tokens: counts the tokens of a text with the model's tokenizer.
         concurrency: maximum number of concurrent requests.
 
-    Raises ValueError if the openai client is not installed, or the server cannot be reached or lacks the model.
+    Raises ValueError if the openai client is not installed, the server cannot be reached, or it does not have the
+    model.
     """
 
     def __init__(self, base_url: str, model: str | None, count_tokens: Callable[[str], int], concurrency: int) -> None:
@@ -61,11 +62,12 @@ class Remote:
         if not served or (model is not None and model not in served):
             raise ValueError(f"the server has no model {model!r}; it has {', '.join(served) or 'none'}")
         self.model = model or next(iter(served))
-        # vLLM and this project's server report it.
+        # vLLM and this project's server report this limit; for other servers it is None.
         self.max_model_len: int | None = getattr(served[self.model], "max_model_len", None)
 
     def answers(self, work: Sequence[tuple[Sample, list[Policy]]]) -> Iterator[Prediction]:
-        """Yields predictions as they arrive. Raises ValueError for a sample that the server refuses or cannot hold."""
+        """Yields predictions as they arrive. Raises ValueError for a sample that the server refuses, or that is longer
+        than the server's ``max_model_len``."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             futures: list[Future[Prediction]] = [
                 threads.submit(self._answer, sample, policy) for sample, policies in work for policy in policies

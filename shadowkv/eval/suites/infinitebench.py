@@ -1,7 +1,7 @@
 """InfiniteBench (Zhang et al., arXiv:2402.13718): 12 tasks beyond 100K tokens, from their official files.
 
-Prompts, token limits and metrics are the published ones (github.com/OpenBMB/InfiniteBench, MIT). The prompts are its
-templates for YaRN-Mistral and Yi, which are for plain completion.
+Prompts, token limits and metrics are the published ones (github.com/OpenBMB/InfiniteBench, MIT). The prompts are the
+benchmark's templates for YaRN-Mistral and Yi, which are for plain completion.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def samples(
 
     Args:
         task: one of ``TASKS``.
-        length: maximum tokens of prompt and answer together; longer prompts lose their middle.
+        length: maximum tokens of prompt and answer together. The middle of a longer prompt is cut out.
         data: folder with ``<task>.jsonl``.
         chat: whether the prompt is a user's message in the tokenizer's chat template.
 
-    Raises ValueError for an unknown task and bad rows, FileNotFoundError if the file is missing.
+    Raises ValueError for an unknown task or a bad row, and FileNotFoundError if the file is missing.
     """
     if task not in _TASKS:
         raise ValueError(f"InfiniteBench has no task {task!r}; it has {', '.join(TASKS)}")
@@ -135,7 +135,7 @@ def _search(pattern: str, text: str) -> str:
 
 
 def _references(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the answers as text. If the row has options, these are the right option and its letter."""
+    """Returns the right answers as text. If the row has options, returns the right option and its letter."""
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     options = row.get("options")
     if options and len(answers) == 1:

@@ -27,7 +27,8 @@ class Dataset:
         prompt: template with the fields ``context`` and ``input`` of a row.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
-        chat: whether a chat template may be used. It is not used where the answer continues the prompt: few-shot, code.
+        chat: whether a chat template may be used. It is not used if the answer continues the prompt, as after few-shot
+            examples and code.
     """
 
     prompt: str
@@ -41,7 +42,7 @@ _PASSAGES = (
     f"Answer the question based on the given passages. {_ONLY_ANSWER}\n\nThe following are given passages.\n"
     f"{{context}}\n\nAnswer the question based on the given passages. {_ONLY_ANSWER}\n\nQuestion: {{input}}\nAnswer:"
 )
-# The missing space is LongBench's.
+# The space missing in "asconcisely" is LongBench's.
 _STORY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
@@ -172,11 +173,11 @@ def samples(
 
     Args:
         task: one of ``TASKS``.
-        length: maximum tokens of prompt and answer together; longer prompts lose their middle.
+        length: maximum tokens of prompt and answer together. The middle of a longer prompt is cut out.
         data: folder with ``<task>.jsonl``.
-        chat: whether to use the tokenizer's chat template, except for the data sets that the benchmark leaves plain.
+        chat: whether to use the tokenizer's chat template. Data sets whose ``Dataset.chat`` is false do not use it.
 
-    Raises ValueError for an unknown task and bad rows, FileNotFoundError if the file is missing.
+    Raises ValueError for an unknown task or a bad row, and FileNotFoundError if the file is missing.
     """
     if task not in DATASETS:
         raise ValueError(f"LongBench has no data set {task!r}; it has {', '.join(TASKS)}")
@@ -203,11 +204,12 @@ def chosen_rows(
     """Returns at most ``count`` rows of a JSONL file, chosen by ``seed``, in the file's order. Each row comes with its
     number, counted from 0.
 
-    Raises FileNotFoundError that names ``source``, and ValueError for a line that is not an object with ``fields``.
+    Raises ValueError for a line that is not an object with ``fields``. If the file is missing, raises a
+    FileNotFoundError whose message names ``source``.
     """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it from {source}")
-    # The file is read twice: files of whole books are larger than the rows chosen from them.
+    # The file is read twice, so that only the chosen rows are in memory: files of whole books are large.
     total = sum(1 for _ in _lines(file))
     chosen = set(random.Random(f"{file.stem}/{seed}").sample(range(total), min(count, total)))
     rows = []
@@ -230,6 +232,6 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def _references(dataset: Dataset, row: dict[str, Any]) -> tuple[str, ...]:
-    if dataset.metric == "classification":  # the right class, then all of them
+    if dataset.metric == "classification":  # the right class, then all classes
         return (row["answers"][0], *row["all_classes"])
     return tuple(row["answers"])

@@ -1,9 +1,9 @@
-"""Needles in a haystack, by depth and length. A task asks for one needle, for several together, or for another one in
-each turn of a conversation, whose turns share a cache.
+"""Needles in a haystack, by depth and length. A task asks for one needle, for several needles at once, or for another
+needle in each turn of a conversation. The turns of a conversation share a cache.
 
-The wording is RULER's (arXiv:2404.06654). If there are several needles, the first is at the given depth and the others
-are spread from there to the end, as in the usual test.
-``niah_multiturn`` is ShadowKV's multi-turn test (arXiv:2410.21465, section 5.2).
+The wording is RULER's (arXiv:2404.06654). If there are several needles, the first is at the given depth, and the others
+are spread evenly from there to the end. ``niah_multiturn`` is ShadowKV's multi-turn test (arXiv:2410.21465, section
+5.2).
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def samples(
     turns: int = 8,
     seed: int = 0,
 ) -> list[Sample]:
-    """``count`` samples of every task and depth, each of at most ``length`` tokens including answers.
+    """Returns ``count`` samples for every task and depth, each of at most ``length`` tokens including answers.
 
     Args:
         count_tokens: counts the tokens of a text with the model's tokenizer.
-        depths: position of the first needle, in per cent.
-        needles: number of needles in ``niah_multi``, all asked for together.
-        turns: number of turns in ``niah_multiturn``, each about another needle, in random order.
+        depths: positions of the first needle in the haystack, in per cent.
+        needles: number of needles in ``niah_multi``; one question asks for all of them.
+        turns: number of turns in ``niah_multiturn``. Each asks for another needle, in random order.
 
-    Raises ValueError if the questions alone do not fit.
+    Raises ValueError if the questions and answers alone are longer than ``length``.
     """
     filler = Filler(hay, count_tokens)
     drawn = []
@@ -82,7 +82,7 @@ def samples(
 
 
 def depth_of(sample_id: str) -> float:
-    """Depth in per cent of the first needle, from the sample's id."""
+    """Returns the depth of the first needle in per cent, which is a part of the sample's id."""
     return float(sample_id.rsplit("-", 1)[0])
 
 
@@ -95,7 +95,7 @@ def _conversation(
     order = rng.sample(range(number), number)
     asked = [order] if questions == 1 else [[index] for index in order]
     turns = [_question([keys[index] for index in indices]) for indices in asked]
-    # Tokens outside the first prompt: later questions and all answers.
+    # Number of tokens that are not in the first prompt: those of later questions and of all answers.
     rest = sum(map(filler.count, turns[1:])) + TOKENS_PER_ANSWER * number
 
     def build(sentences: list[str]) -> str:
@@ -113,7 +113,8 @@ def _question(keys: list[str]) -> str:
 
 
 def _hide(needles: list[str], sentences: list[str], depth: float) -> list[str]:
-    """Returns the sentences with needles. The first is at ``depth`` per cent, the others evenly spread after it."""
+    """Returns the sentences with the needles among them. The first needle is at ``depth`` per cent, and the others are
+    evenly spread after it."""
     step = (100 - depth) / len(needles)
     text, done = [], 0
     for number, needle in enumerate(needles):

@@ -1,9 +1,9 @@
-"""Open-ended answers: summaries and explanations of source files, logs, tables and essays. The model decides their
-length.
+"""Open-ended answers: summaries and explanations of source files, logs, tables and essays. The model decides how long
+an answer is.
 
-There is no right answer. The suite measures how long answers are, because longer answers can cost the time that sparse
-attention saves per step. It also measures whether answers end by themselves and without a loop, and how many words they
-share with full attention's answers.
+There is no right answer. The suite measures how long answers are: if a policy's answers are longer, they can cost more
+time than sparse attention saves per step. It also measures whether answers end by themselves and without a loop, and
+how many words they share with full attention's answers.
 """
 
 from __future__ import annotations
@@ -87,15 +87,18 @@ TASKS: tuple[str, ...] = tuple(_TASKS)
 
 
 def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int, chat: bool) -> list[Sample]:
-    """``count`` samples of a task, each about another text; a score of 1 means that the answer does not loop.
+    """Returns ``count`` samples of a task, each about another text. A score of 1 means that the answer does not end in
+    a loop.
 
     Args:
         task: one of ``TASKS``.
         length: maximum tokens of prompt and answer together.
-        seed: gives the same samples in every process, if the packages with the texts have the same versions.
+        seed: the same seed gives the same samples in every process, if the packages with the texts have the same
+            versions.
         chat: whether to use the tokenizer's chat template.
 
-    Raises ValueError for a length that is too short, a chat without a template and missing essays.
+    Raises ValueError if the length is too short, if ``chat`` is set and the tokenizer has no template, or if the essays
+    are missing.
     """
     asked = _TASKS[task]
     fitter = PromptFitter(tokenizer, length, NEW_TOKENS, chat)
@@ -115,7 +118,7 @@ def samples(task: str, tokenizer: Tokenizer, length: int, count: int, seed: int,
 def _units(kind: str, length: int, seed: str) -> tuple[Sequence[str], str]:
     """Returns sentences from a random place in the essays, or lines of another kind of text, and their separator.
 
-    They do not depend on the task: both tasks about a kind of text get the same texts.
+    The result does not depend on the task, so both tasks about a kind of text get the same texts.
     """
     characters = CHARACTERS_PER_TOKEN * length
     if kind != ESSAYS:

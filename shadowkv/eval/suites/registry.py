@@ -15,7 +15,7 @@ Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]
 
 
 def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """Needles at every length and depth."""
+    """Returns the samples of the suite ``niah`` for every length and depth."""
     hay = haystack(args.data)
     return [
         sample
@@ -35,12 +35,13 @@ def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]
 
 
 def _by_task(make: Callable[..., list[Sample]], tasks: Sequence[str], *options: str, needs_data: bool = False) -> Suite:
-    """Returns a suite with the samples of every length and task, in this order. It makes them in threads, because most
-    of the time is spent in the tokenizer.
+    """Returns a suite with the samples of every length and, for each length, of every task. The suite makes samples in
+    several threads: most of the time is spent in the tokenizer, which does not hold the interpreter's lock.
 
     Args:
-        make: makes the samples of a task, given the task, tokenizer, length, number of samples, seed, and ``options``.
-        options: flags of the command that ``make`` takes as keyword arguments.
+        make: function that makes the samples of a task from the task, tokenizer, length, number of samples, seed, and
+            ``options``.
+        options: names of command-line arguments that ``make`` takes as keyword arguments.
         needs_data: whether the suite needs ``--data``.
     """
 
@@ -64,7 +65,8 @@ def _by_task(make: Callable[..., list[Sample]], tasks: Sequence[str], *options: 
 
 
 def chosen(tasks: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the requested tasks without repetition; all if none are given. Raises ValueError for unknown tasks."""
+    """Returns the requested tasks without duplicates, or all tasks if none are requested. Raises ValueError for unknown
+    tasks."""
     unknown = [task for task in tasks or () if task not in known]
     if unknown:
         raise ValueError(f"--tasks {unknown[0]} is not one of {', '.join(known)}")

@@ -1,10 +1,10 @@
-"""Stress tests: tasks at which sparse attention fails first. Answers need many places of the context, or repeat a long
-part of it word by word.
+"""Stress tests: tasks in which sparse attention fails first. An answer needs many places of the context, or repeats a
+long part of the context word by word.
 
-``needles_64`` asks for 64 needles at once, ``table_to_json`` for rows of a long table, and ``long_copy`` for a verbatim
-copy of a marked part. An answer needs far more of the context than one step can select, so the selection has to change
-from step to step. Retrieving one needle does not test this (cf. SCBench, arXiv:2412.10319). All text is made up, so no
-data is needed.
+``needles_64`` asks for 64 needles at once, ``table_to_json`` asks for rows of a long table, and ``long_copy`` asks for
+a verbatim copy of a marked part. An answer needs far more of the context than one step can select, so the selection has
+to change from step to step. Retrieving one needle does not test this (cf. SCBench, arXiv:2412.10319). All text is made
+up, so no data files are needed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 NEEDLES = 64
 ROWS = 16  # rows asked for
-LINES, WORDS_PER_LINE = 24, 10  # in the span to copy
-ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of a perfect answer
+LINES, WORDS_PER_LINE = 24, 10  # of the part to copy
+ANSWER_MARGIN = 1.25  # limit of new tokens, as a multiple of a perfect answer's tokens
 
 
 def samples(kind: str, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Sample]:
-    """Returns ``count`` samples of a kind. Their score is the share of needles, rows or lines that are exactly right.
+    """Returns ``count`` samples of a kind. The score of a sample is the share of its needles, rows or lines that are
+    exactly right.
 
     Args:
         kind: one of ``KINDS``.
         length: maximum tokens of prompt and answer together.
-        seed: gives the same samples in every process; a larger ``count`` only adds samples.
+        seed: the same seed gives the same samples in every process; a larger ``count`` only adds samples.
 
-    Raises ValueError for an unknown kind and a length that is too short for it.
+    Raises ValueError for an unknown kind, or if the length is too short for the kind.
     """
     if kind not in KINDS:
         raise ValueError(f"there is no stress test {kind!r}; there are {', '.join(KINDS)}")
@@ -62,7 +63,7 @@ def needles(units: int, rng: random.Random) -> Question:
 
 
 def table_to_json(units: int, rng: random.Random) -> Question:
-    """A table of ``units`` rows; the prompt asks for ``ROWS`` of them as JSON objects."""
+    """Returns a table of ``units`` rows, and a question that asks for ``ROWS`` of the rows as JSON objects."""
     columns = ("id", "name", "city", "amount")
     names = iter(_distinct(2 * units + 2, rng))
     numbers = rng.sample(range(10000, 100000), units + 1)
@@ -81,7 +82,7 @@ def table_to_json(units: int, rng: random.Random) -> Question:
 
 
 def long_copy(units: int, rng: random.Random) -> Question:
-    """``units`` lines of made-up words; the prompt asks to copy a marked run of ``LINES`` lines."""
+    """Returns ``units`` lines of made-up words, and a request to copy ``LINES`` marked neighbouring lines."""
     vocabulary = _distinct(4 * WORDS_PER_LINE, rng)
     lines = list(_lines(units, vocabulary, rng))
     first = rng.randrange(units - LINES + 1)
@@ -95,7 +96,8 @@ def long_copy(units: int, rng: random.Random) -> Question:
     )
 
 
-# For each kind, the function that makes a question, and the minimum number of its units (names, rows, lines).
+# For each kind, the function that makes a question, and the minimum number of units (names, rows or lines) of a
+# question.
 KINDS: dict[str, tuple[Callable[[int, random.Random], Question], int]] = {
     "needles_64": (needles, NEEDLES),
     "table_to_json": (table_to_json, ROWS),
@@ -116,7 +118,8 @@ def _seeded(build: Callable[[int, random.Random], Question], seed: str) -> Calla
 
 
 def _lines(count: int, vocabulary: list[str], rng: random.Random) -> Iterator[str]:
-    """Yields distinct lines that share a few words, so that no word reveals its place in the text."""
+    """Yields distinct lines. All lines are made of the same few words, so that no word occurs at only one place in the
+    text."""
     seen: set[str] = set()
     while len(seen) < count:
         line = " ".join(rng.choices(vocabulary, k=WORDS_PER_LINE))

@@ -1,8 +1,8 @@
 """RULER (Hsieh et al., arXiv:2404.06654): 13 synthetic tasks of any length, in its default configuration.
 
 Templates, beginnings of answers and token limits are the published ones (github.com/NVIDIA/RULER, Apache-2.0). Samples
-are only stricter than RULER's: keys, names and words are never repeated by accident, and in every task prompt and
-answer together fit the length.
+differ from RULER's only in being stricter: keys, names and words are never repeated by accident, and prompt and answer
+together fit the length in every task.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from shadowkv.eval.suites.ruler.aggregation import CommonWords, FrequentWords
 from shadowkv.eval.suites.ruler.variable_tracking import VariableTracking
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
-# Questions whose own documents are too long are skipped. If more than this number of consecutive questions are skipped,
-# the length is too short.
+# A question is skipped if the documents that it needs are longer than the length. If more than this number of questions
+# are skipped in a row, the length is too short for the task.
 PATIENCE = 20
 
 
 class Generator(Protocol):
-    """A task: questions about as many units of text (words, sentences, documents) as fit the length.
+    """Makes the questions of a task. A question has as many units of text (words, sentences, documents) as fit the
+    length.
 
     Attributes:
         least: minimum number of units of a question.
@@ -38,7 +39,8 @@ class Generator(Protocol):
     most: int | None
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Returns question ``index`` with ``units`` units. Every call for an index gets the same, fresh ``rng``."""
+        """Returns question ``index`` with ``units`` units. Every call for an index gets a new ``rng`` with the same
+        seed."""
         ...
 
 
@@ -47,7 +49,7 @@ class Task:
     """A task of ``TASKS``.
 
     Attributes:
-        generator: built from tokenizer, length in tokens, seed and data folder.
+        generator: makes a ``Generator`` from tokenizer, length in tokens, seed and data folder.
         max_new_tokens: limit for an answer.
         metric: name in ``metrics.scoring.METRICS``.
     """
@@ -77,18 +79,20 @@ def samples(
     data: Path | None = None,
     chat: bool = False,
 ) -> list[Sample]:
-    """``count`` samples of a task.
+    """Returns ``count`` samples of a task.
 
     Args:
         task: one of ``TASKS``.
         tokenizer: the model's tokenizer, which measures prompts and answers.
         length: maximum tokens of prompt and answer together. Prompts fill at least 0.9 of the tokens that the answer
-            leaves, unless there are too few words (``cwe``) or documents are long for the length (``qa_1``, ``qa_2``).
-        seed: gives the same samples in every process; a larger ``count`` only adds samples.
-        data: folder with the task's files; missing ones are looked up in installed packages (``data.py``).
-        chat: whether to use the tokenizer's chat template, with the answer's beginning after the assistant's header.
+            leaves. There are two exceptions: too few words (``cwe``), and documents that are long compared with the
+            length (``qa_1``, ``qa_2``).
+        seed: the same seed gives the same samples in every process; a larger ``count`` only adds samples.
+        data: folder with the task's files. Files missing there are looked up in installed packages (``data.py``).
+        chat: whether to use the tokenizer's chat template. The answer's beginning then follows the assistant's header.
 
-    Raises ValueError for an unknown task and a length that is too short for it, FileNotFoundError for missing data.
+    Raises ValueError for an unknown task, or if the length is too short for the task. Raises FileNotFoundError if data
+    is missing.
     """
     if task not in _TASKS:
         raise ValueError(f"RULER has no task {task!r}; it has {', '.join(TASKS)}")
@@ -111,5 +115,5 @@ def samples(
 
 
 def _build(generator: Generator, task: str, seed: int, index: int) -> Callable[[int], Question]:
-    # A string seeds by its SHA-512 hash, which is the same in every process.
+    # ``Random`` derives its state from the SHA-512 hash of a string, which is the same in every process.
     return lambda units: generator.question(index, units, random.Random(f"{task}/{seed}/{index}"))

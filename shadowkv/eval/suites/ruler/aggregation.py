@@ -19,16 +19,17 @@ COMMON_TEMPLATE = (
 )
 COMMON_PREFIX = " Answer: The top 10 words that appear most often in the list are:"
 COMMON = 10
-# Repetitions of each common word and of each other word. The first pair is for samples of at least 4096 tokens.
+# How often each common word and each other word is repeated. The first pair is for samples of at least 4096 tokens, the
+# second for shorter ones.
 REPEATS, SHORT_REPEATS = (30, 3), (6, 1)
-# Number of distinct words in the solved example, and their repetitions, also by the length of the sample.
+# Number of distinct words in the solved example, and how often they are repeated, for the same two lengths of samples.
 EXAMPLE, SHORT_EXAMPLE = (40, (10, 3)), (20, (3, 1))
 
 
 class CommonWords:
     """Questions about the words that a numbered list repeats most often, after a solved example.
 
-    A unit is a distinct word in the list, ten of which are common.
+    A unit is a distinct word of the list. Ten of the distinct words are common.
     """
 
     least: int = COMMON + 1
@@ -39,7 +40,7 @@ class CommonWords:
         self.most: int | None = len(self._words)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Two lists with questions, of which the first is a solved example."""
+        """Returns a prompt with two lists and a question about each. The first is a solved example."""
         words, repeats = self._example
         example, top = self._list(words, repeats, rng)
         context, common = self._list(units, self._repeats, rng)
@@ -68,12 +69,12 @@ FREQUENT_PREFIX = " Answer: According to the coded text above, the three most fr
 NOISE = "..."
 LETTERS = 6
 TOKENS_PER_NEW_WORD = 50  # a sample has one distinct word for this many tokens of its length
-MIN_WORDS = 100  # with so many words, the fourth word is rarer than the third and more frequent than the fifth
+MIN_WORDS = 100  # so many that the word of rank 4 is rarer than that of rank 3 and more frequent than that of rank 5
 
 
 class FrequentWords:
-    """Questions about the three most frequent made-up words under Zipf's law: the frequency at rank k is proportional
-    to k^-2, and rank 1 is noise. A unit is a word."""
+    """Questions about the three most frequent made-up words. Frequencies follow Zipf's law: the word of rank k has a
+    frequency proportional to k^-2. The word of rank 1 is noise and does not count. A unit is a word of the text."""
 
     least: int = MIN_WORDS
     most: int | None = None

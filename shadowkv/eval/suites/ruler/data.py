@@ -1,4 +1,4 @@
-"""Finds RULER's texts: in a folder given by the user, or else in the wheels that ship them."""
+"""Finds RULER's texts, in a folder given by the user or in installed packages that ship the texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Wheel:
 
     Attributes:
         name: the package's name for pip.
-        module: its import name; it is not imported.
+        module: the package's import name. The module is only located, not imported.
         folder: folder of the data, inside the module.
     """
 
@@ -32,8 +32,8 @@ WONDERWORDS = Wheel("wonderwords", "wonderwords", "assets")
 
 
 def find(file: str, wheel: Wheel, data: Path | None) -> Path:
-    """Returns the path of a file in ``data`` or, if it is missing there, in the installed wheel. Raises
-    FileNotFoundError that says what to do."""
+    """Returns the path of a file in ``data`` or, if it is missing there, in the installed package. If it is missing in
+    both, raises a FileNotFoundError that says what to do."""
     folders = [] if data is None else [data]
     spec = importlib.util.find_spec(wheel.module)
     folders += [Path(place) / wheel.folder for place in (spec and spec.submodule_search_locations) or ()]
@@ -67,7 +67,7 @@ class KeyWords:
         self.adjectives, self.nouns = word_list("adjective", data), word_list("noun", data)
 
     def draw(self, count: int, rng: random.Random) -> list[str]:
-        """Distinct keys; raises ValueError if there are fewer than ``count``."""
+        """Returns ``count`` distinct keys. Raises ValueError if there are fewer."""
         pairs = len(self.adjectives) * len(self.nouns)
         if count > pairs:
             raise ValueError(f"{count} keys are needed, the word lists give {pairs}")

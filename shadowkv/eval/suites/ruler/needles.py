@@ -1,4 +1,5 @@
-"""RULER's needles: values of keys hidden in noise, in essays or among more needles (arXiv:2404.06654, section 3)."""
+"""RULER's needles: sentences that give the value of a key, hidden in noise, in essays or among more needles
+(arXiv:2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SEVERAL = (
     "What are all the special magic {kind} for {query} mentioned in the provided text?",
     " The special magic {kind} for {query} mentioned in the provided text are",
 )
-DEPTHS = [round(100 * step / 39) for step in range(40)]  # of needles in essays, in per cent
+DEPTHS = [round(100 * step / 39) for step in range(40)]  # possible depths of needles in essays, in per cent
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class Config:
     """The configuration of a needle task.
 
     Attributes:
-        hay: text around the needles; ``needle`` means more needles, one unit each.
-        keys, values: form of keys and values.
-        num_keys: number of keys that may be asked for.
+        hay: text around the needles: repeated noise, essays, or more needles.
+        keys, values: form of the keys and of the values.
+        num_keys: number of keys among which the question's keys are chosen.
         num_values: number of values of a key. Each value has its own needle.
-        num_queries: number of keys asked for.
+        num_queries: number of keys in the question.
     """
 
     hay: Literal["repeat", "essay", "needle"]
@@ -73,7 +74,7 @@ class Needles:
         self._essays = essay_words(data) if config.hay == "essay" else []
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Needles at random places, and a question about some of them."""
+        """Returns a text with needles at random places, and a question about some of the needles."""
         config = self.config
         more = units if config.hay == "needle" else 0
         keys = self._keys(config.num_keys + more, rng)

@@ -1,5 +1,5 @@
-"""RULER's question answering: questions of SQuAD and HotpotQA, whose documents are mixed with those of other questions
-(arXiv:2404.06654, section 3)."""
+"""RULER's question answering: questions of SQuAD and HotpotQA. A question's own documents are mixed with those of other
+questions (arXiv:2404.06654, section 3)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Item:
     """A question of a data set.
 
     Attributes:
-        answers: the right answers, of which any one counts.
-        own: documents that the question needs.
-        near: documents of the same article, which are added first.
+        answers: the right answers. One of them suffices.
+        own: documents that answer the question.
+        near: other documents of the same article, which are the first to be added.
     """
 
     question: str
@@ -64,7 +64,8 @@ def hotpotqa(data: Path | None) -> list[Item]:
 
 
 class QuestionAnswering:
-    """Questions in an order set by the seed. A unit is a document; a question's own documents are always included."""
+    """Questions in an order that the seed determines. A unit is a document. A question's own documents are always
+    included."""
 
     def __init__(
         self, read: Callable[[Path | None], list[Item]], tokenizer: Tokenizer, length: int, seed: int, data: Path | None
@@ -76,7 +77,8 @@ class QuestionAnswering:
         self.most: int | None = len(self._documents)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """Returns the question with shuffled documents: its own, then others of the same article, then any others.
+        """Returns the question with ``units`` shuffled documents. The question's own documents are added first, then
+        other documents of the same article, then documents of other articles.
 
         Raises ValueError if there is no question ``index``.
         """

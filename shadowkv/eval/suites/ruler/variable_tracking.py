@@ -15,7 +15,7 @@ TEMPLATE = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {value} in the text above."
 )
-# The misspelling is RULER's.
+# The misspelling "assgined" is RULER's.
 PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, "
     "{count} variables are assgined the value {value}, they are: "
@@ -25,7 +25,8 @@ EXAMPLE_LENGTH, EXAMPLE_ANSWER = 500, 30  # tokens of the solved example, and of
 
 
 class VariableTracking:
-    """Questions about one chain of ``HOPS`` hops after a solved example. A unit is a line of noise."""
+    """Questions about a chain of ``HOPS`` assignments of one variable to the next. A solved example comes first. A unit
+    is a line of noise."""
 
     least: int = HOPS + 1
     most: int | None = None
@@ -36,14 +37,15 @@ class VariableTracking:
         self._example_lines = example.text.count(NOISE)
 
     def question(self, index: int, units: int, rng: random.Random) -> Question:
-        """A solved example, then the chain."""
+        """Returns a solved example, followed by the question."""
         example, asked = _chain(3, self._example_lines, rng), _chain(5, units, rng)
         solved = f" {example.text}{example.answer_prefix} {' '.join(example.references)}\n\n"
         return Question(f"{solved}\n\n{asked.text}", asked.answer_prefix, asked.references)
 
 
 def _chain(letters: int, lines: int, rng: random.Random) -> Question:
-    """A chain of variables whose names have ``letters`` capitals, among ``lines`` of noise."""
+    """Returns a question about a chain of variables among ``lines`` lines of noise. Variables have names of ``letters``
+    capitals."""
     names: dict[str, None] = {}
     while len(names) <= HOPS:
         names[_name(letters, rng)] = None
