@@ -34,12 +34,13 @@ LEAST = 1e-10
 
 
 class VarianceNormalisedRows(RowCodec):
-    """Codes whole pages of 64 rows (axis -2). A row stores its token's scales, then 1/64 of the channels' scales.
+    """Codes whole pages of 64 rows (axis -2). A row stores its token's scales. The page's channel scales are divided
+    evenly among its 64 rows, so each row then stores 1/64 of them.
 
-    An entry is (code x step + least) x scale. In keys each channel has a step and a least entry, and each token a
-    scale. In values each token has a step and a least entry, and each channel a scale. Steps, least entries and scales
-    are rounded to float16, and codes are chosen for the rounded numbers. A page's scales are normalised: before
-    rounding, their product is 1.
+    An entry is (code x step + minimum) x scale. In keys, each channel has a step and a minimum, and each token has a
+    scale. In values, each token has a step and a minimum, and each channel has a scale. Steps, minima and scales are
+    rounded to float16, and codes are chosen for the rounded numbers. The scales (not the steps) of a page are
+    normalised so that their product is 1 before rounding.
 
     Attributes:
         bits: bits of a code.
@@ -117,8 +118,8 @@ def balance(tiles: Tensor) -> tuple[Tensor, Tensor]:
     divides a tile by both.
 
     The scales of the iteration with the least imbalance are returned. If no iteration improves a tile, it is only
-    divided by its standard deviation. The imbalance is the sum of two ratios of the largest to the smallest standard
-    deviation: that over tokens, and that over channels. The deviation of constant entries counts as 1.
+    divided by its standard deviation. The imbalance is the largest divided by the smallest standard deviation of the
+    tokens, plus the same ratio for the channels. The deviation of constant entries counts as 1.
     """
     unit = _deviation(tiles.flatten(-2), -1).unsqueeze(-1)
     tiles = tiles / unit

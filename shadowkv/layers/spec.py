@@ -82,7 +82,7 @@ class NGrams:
         width: how many numbers a token looks up in all tables together.
         longest: number of tokens of the longest n-grams. The shortest n-grams have two tokens.
         tables_each: number of tables for the n-grams of one length.
-        kernel: number of weights of the convolution. These weights apply to tokens that are ``longest`` apart.
+        kernel: kernel size of the convolution, whose dilation is ``longest`` tokens.
         least_rows: lower bound of the tables' numbers of rows. Each table gets the next prime from this number on.
         multiple: the number of rows of all tables together is padded to a multiple of this number.
         parts: number of tensors into which checkpoint files split the rows of all tables together.
@@ -289,7 +289,7 @@ def projection(
 
     Args:
         name: the projection's name within the layer.
-        borders: first outputs of ranges that are also computed without the other outputs.
+        borders: some ranges of outputs are also computed alone. These are the indices of their first outputs.
     """
     dtype, device = spec.dtype, spec.device
     if spec.quantization == "fp8":

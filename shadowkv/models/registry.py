@@ -87,8 +87,8 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> Mode
 def text_weight(config: ModelConfig) -> Callable[[str], str | None]:
     """Returns a function that maps a weight's name in the files to its name in the text model, or to None if the text
     model does not have it. It changes names only for multimodal families. Layers that attend to other layers' keys have
-    no weights of keys and values, even if the files have some. A draft head has no tables of its own, even if the files
-    have copies for it."""
+    no weights of keys and values, even if the files have some. A draft head uses the model's embedding and LM head, so
+    copies of these in the files are not loaded."""
     renamed: Callable[[str], str | None] = getattr(family(config.architecture), "text_weight", str)
     names = draft_head_names(config.architecture) if config.draft_head else None
     of_head, copies = ((), ()) if names is None else (names.prefixes(config), names.copied(config))

@@ -232,7 +232,9 @@ class CudaGraphs:
             ).split(sizes)
             prompts = None
             if rows:
-                if dry_run:  # new tokens in a window's ring would overwrite what the pass must read
+                # Without this, the dry run would write new tokens into the ring of a sliding window, over tokens that
+                # the real pass must still read.
+                if dry_run:
                     padding = self.cache.exact_numbers((), (), rows)
                     prompt_numbers.copy_(upload(torch.from_numpy(padding), self.cache.device))
                 prompts = PromptInputs(prompt_numbers, prompt_ids, prompt_rows, padded.compressing)
@@ -294,8 +296,8 @@ class CudaGraphs:
         return captured
 
     def _joining(self, function: Function) -> Function:
-        """Wraps ``function``. If it runs out of memory, the wrapper joins the other captured streams, without which a
-        capture cannot end."""
+        """Wraps ``function``. If it runs out of memory, the wrapper joins the other captured streams, because a
+        capture can end only after they are joined."""
 
         def run(numbers: Tensor) -> Any:
             try:

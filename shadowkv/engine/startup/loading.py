@@ -93,7 +93,9 @@ def load_engine_parts(
             raise config.refused_policy(error) from error
     if layout.spec.compresses and layout.spec.dense_below is None:
         cache_bytes = likely_cache_bytes(config, loaded.model.num_bytes, device)
-        selecting = layout.with_fields(drafts=False)  # drafts save time where steps that select do
+        # Drafts save time at the same lengths at which selecting steps do, so the crossover is computed for selecting
+        # steps.
+        selecting = layout.with_fields(drafts=False)
         below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
     config.check_drafts(layout)
@@ -107,8 +109,8 @@ def load_engine_parts(
 
 
 def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:
-    """Returns the settings of recurrent states. Without prefix caching there are no checkpoints. Raises SettingsError
-    if ``config`` sets one of them, but the model has no recurrent states."""
+    """Returns the settings of recurrent states. Without prefix caching, no checkpoints of states are kept. Raises
+    SettingsError if ``config`` has a setting of recurrent states, but the model has no such states."""
     dtype = config.mamba_ssm_cache_dtype
     check_states(model, max_mamba_checkpoints=config.max_mamba_checkpoints, mamba_ssm_cache_dtype=dtype)
     checkpoints = config.max_mamba_checkpoints if config.enable_prefix_caching else 0
@@ -343,8 +345,8 @@ def _fallen(ops: Ops, names: list[str], gpu: bool) -> str:
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device named ``name``. A GPU always gets an index: without one in the name, that of the current
-    device. Raises ValueError if this machine does not have the device."""
+    """Returns the device named ``name``. A GPU's device always has an index. If the name has none, it is the index of
+    the current device. Raises ValueError if this machine does not have the device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -370,9 +372,9 @@ def current(device: torch.device) -> torch.accelerator.device_index:
 
 def sampling_of_directory(name: str) -> dict[str, Any] | None:
     """Returns the sampling defaults of ``--generation-config``. Returns None for "auto", which stands for the model's
-    own file.
+    own file, and {} for "vllm". Otherwise ``name`` is a directory.
 
-    Raises ValueError if the directory has no such file, or an unusable one.
+    Raises ValueError if the directory has no generation_config.json, or one that cannot be used.
     """
     if name == "auto":
         return None

@@ -31,8 +31,9 @@ from shadowkv.wording import GIB, SettingsError
 Origin = Callable[[str | None], str]
 
 UNLIMITED = 2**62
-"""Bytes of copies that a prefill server may launch in a step: without a limit in practice. Decode servers wait for
-these copies, but hardly any client waits for tokens of a prefill server."""
+"""Bytes of copies that a prefill server may launch in a step: without a limit in practice. The copies should be
+launched at once, because decode servers wait for them. A step that is delayed by copies does little harm, because
+hardly any client waits for a prefill server's tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RankCache:
 
     Attributes:
         layout: the cache's layout.
-        form: form of its snapshots (``form_of``).
+        form: digest of the format, sizes, RoPE, fields and policy of the cache's snapshots (``form_of``).
         weights: digest of the rank's weights; empty without a disk tier.
     """
 
@@ -57,8 +58,8 @@ class RankCache:
 
 
 def open_mover(cache: KVCache, nbytes: int, own: RankCache) -> tuple[Mover, list[RankCache]]:
-    """Makes the mover, which copies cached sequences between the device and ``nbytes`` bytes of host memory. Returns it
-    with a list of the descriptions of all ranks' caches, which has only ``own``."""
+    """Makes the mover, which copies cached sequences between the device and ``nbytes`` bytes of host memory. Returns
+    the mover, and the descriptions of all ranks' caches. Here there is one rank, so the list is [``own``]."""
     return Mover(cache, HostTier(nbytes, cache.device)), [own]
 
 

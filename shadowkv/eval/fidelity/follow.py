@@ -29,9 +29,9 @@ from shadowkv.models.loader import LoadedModel
 class ExactTails(Policy):
     """The twin of a policy. It has a copy of the policy's compressed prompt, and keeps all generated tokens exact.
 
-    The policy's loss compared with its twin's is the cost of compressing generated tokens: they are projected onto the
-    basis of their prompt (ShadowKV+), coded, and found by the index. A policy with a longer local window does not show
-    this cost: ``local=1024`` also keeps the last 1,024 tokens of the prompt exact.
+    The policy's loss minus its twin's loss is the cost of compressing generated tokens. Compressed tokens are projected
+    onto the basis of their prompt (ShadowKV+), coded, and found by the index. A policy with a longer
+    local window does not show this cost: ``local=1024`` also keeps the last 1,024 tokens of the prompt exact.
 
     Attributes:
         tokens: number of generated tokens that stay exact; ``spec.local`` includes them.

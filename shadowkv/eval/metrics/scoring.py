@@ -16,14 +16,14 @@ rules and tables."""
 
 
 def string_match_all(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns the share of the references that the answer contains, in upper or lower case (RULER, arXiv:2404.06654:
-    all tasks but QA)."""
+    """Returns the share of the references that the answer contains, ignoring case (RULER, arXiv:2404.06654: all
+    tasks but QA)."""
     answer = prediction.lower()
     return sum(reference.lower() in answer for reference in references) / len(references)
 
 
 def string_match_part(prediction: str, references: tuple[str, ...]) -> float:
-    """Returns 1 if the answer contains any of the references, in upper or lower case (RULER: QA)."""
+    """Returns 1 if the answer contains any of the references, ignoring case (RULER: QA)."""
     answer = prediction.lower()
     return float(any(reference.lower() in answer for reference in references))
 

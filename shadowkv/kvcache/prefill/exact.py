@@ -1,9 +1,9 @@
 """Prompts that attend exactly, in a form that a CUDA graph can capture: all their numbers are on the device, in shapes
 that many prompts share.
 
-Prompts can follow cached tokens; compressed ones are rebuilt first. If a sequence is compressed, full pages of its new
-tokens are compressed too, with the state of its last segment. If a sequence can be compressed later, an index can learn
-from its last queries. Prompts for which a state must be fitted are not computed here.
+Prompts can follow cached tokens. Compressed cached tokens are rebuilt first. If a sequence is compressed, full pages
+of its new tokens are compressed too, with the state of its last segment. If a sequence can be compressed later, an
+index can learn from its last queries. Prompts for which a state must be fitted are not computed here.
 
 Shapes: T new tokens, P compressed pages, H kv heads, H_q query heads, d dimensions of a head.
 """
@@ -44,7 +44,8 @@ class PromptNumbers(NamedTuple):
 
     Attributes:
         slot: the sequence's row in the tables of pages.
-        ring_pages: number of exact pages of the sequence's ring.
+        ring_pages: number of pages of the sequence's ring (the exact pages of its tail or window, which are reused in
+            turn).
         static_pages: number of exact pages of the sequence's sink.
         before, after: number of the sequence's compressed tokens before and after the prompt.
         segment: slot of the sequence's last segment.
@@ -88,7 +89,8 @@ class CompressingPrompts:
         cached: the compressed pages of all segments, in one table [1, P]. States and first positions are those of the
             segments.
         segment_of: int64 [P], the segment of each page; -1 for unused pages.
-        rows: int64 [n, 64], rows in ``ExactPrompts.keys`` of the tokens in the n pages that are compressed now.
+        rows: int64 [n, 64]. n pages are compressed in this pass. ``rows`` are the rows of their tokens in
+            ``ExactPrompts.keys``.
         new: int64 [n, 64], rows of the same tokens among the T new tokens; -1 for tokens of the exact tail.
         states, first, pages: int64 [n], states of these pages, positions of their first tokens, and page ids. Unused
             pages are written to the padding page.
@@ -117,13 +119,14 @@ class ExactPrompts:
 
     Attributes:
         positions: int64 [T].
-        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that leave a window at once,
-            or are compressed, are written to the padding page.
+        write_page, write_offset: int64 [T], ids of exact pages, and rows in them. Tokens that are already outside the
+            window at the end of the prompt, and tokens that are compressed, are written to the padding page.
         cu_seqlens: int32 [MAX_PROMPTS + 2], the first row of each sequence. The last sequences can be empty.
         cu_seqlens_k: int32 [MAX_PROMPTS + 2], the first row of each sequence in ``sources``: its cached tokens (only
             the newest if there is a window), then its new tokens.
         sources: int64 [K], places of the keys and values that each sequence attends to (``ops/copies``). K is T
-            plus the maximum number of cached tokens. Rebuilt tokens are numbered behind the new ones.
+            plus the maximum number of cached tokens. Places outside the pages are row numbers: the T new tokens have
+            rows 0 to T - 1, and rebuilt tokens have the rows from T on.
         compressing: what prompts need in addition if their sequences are compressed or can be compressed later. None
             without such prompts, and in a group that does not compress.
         keys, values: [K, H, d], keys after RoPE and values of the current layer.
@@ -227,7 +230,9 @@ def exact_prompts(
     padding = slot[sequence] == tables.padding_slot
     position = torch.where(padding, 0, cached[sequence] + within)  # RoPE tables have no positions for padding
     page = position // PAGE
-    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]  # all others leave the window at once
+    # Tokens that are already outside the window at the end of the prompt, and tokens that are compressed, are written
+    # to the padding page.
+    kept = page >= (-(-(cached + new) // PAGE) - num_pages)[sequence]
     kept &= position >= after[sequence]
     page_id = tables.exact[slot[sequence], static[sequence] + page % num_pages[sequence]].long()
     padding_page = tables.exact[tables.padding_slot, 0].long()
@@ -283,7 +288,8 @@ def _compressing(
     batch = CompressedBatch(
         slots=segments.slot,
         states=segments.state,
-        first=segments.first - PAGE * begun[:-1],  # as if the segment began at the table's page 0 (``rebuild_rows``)
+        # ``rebuild_rows`` expects the position that page 0 of the table would have.
+        first=segments.first - PAGE * begun[:-1],
         pages=pages,
         value_pages=pages,
         num_pages=segments.pages,

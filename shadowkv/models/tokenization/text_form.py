@@ -24,8 +24,8 @@ WORD_CHARS = 2**19
 second and 50 MiB."""
 
 NFC_SHRINKS = 4
-"""NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390: its two bytes can be the NFC form
-of seven)."""
+"""NFC shortens no text to less than a quarter of its bytes (the worst case is U+0390: a text of seven bytes can become
+this character, which has two bytes)."""
 
 NFC_KEEPS = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
 """NFC does not change how often these bytes occur in a text: control characters, and bytes with which no assigned

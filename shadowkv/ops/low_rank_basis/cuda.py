@@ -3,15 +3,16 @@ waits.
 
 The rows of the basis are iterated together (Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4). Like
 Gram-Schmidt, Cholesky-QR orders the rows by eigenvalue, largest first. Cholesky-QR squares the condition number of its
-input, which is too much for float32. So rows are first scaled to length 1. When they have converged to near
-eigenvectors, they are nearly orthonormal, and their condition number is small. In addition, a shift is added to the
-diagonal of the rows' inner products. A second pass of Cholesky-QR corrects the shift's effect (Fukaya et al.,
-arXiv:1809.11085). Each iteration multiplies by the Gram matrix and then orthonormalises once; only the last two
-iterations orthonormalise more than once. In earlier iterations, the rows only have to span the right subspace, for
-which nearly orthonormal rows are enough.
+input, which is too much for float32. So rows are first scaled to length 1. Once they are close to eigenvectors, they
+are nearly orthonormal, and their condition number is small. In addition, a shift is added to the diagonal of the rows'
+inner products. A second pass of Cholesky-QR corrects the shift's effect (Fukaya et al., arXiv:1809.11085). Each
+iteration multiplies by the Gram matrix and then orthonormalises once; only the last two iterations orthonormalise more
+than once. In earlier iterations, the rows only have to span the right subspace, for which nearly orthonormal rows are
+enough.
 
 A pass uses ``whiten_rows`` in CUDA if that kernel is built and there are at most 256 rows, and PyTorch's Cholesky
-factor otherwise. The number of rows is the rank of one group of kv heads.
+factor otherwise. The number of rows is the policy's ``rank``. If the kv heads are divided into groups, it is one
+group's share of this rank.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ lower than ``rank``, or if all are zero."""
 
 SHIFTS = (1e-5,), (1e-5,), (1e-5,), (1e-5,), (1e-5, 1e-5), (1e-5, 1e-5, 1e-7)
 """One tuple per product with the Gram matrix. A tuple has one shift per orthonormalisation pass after the product. The
-shift is added to the diagonal of the rows' inner products, which is 1. It is needed because multiplying by the Gram
-matrix makes all rows similar if a few directions dominate. With these shifts, the lost energy is within 2 % of the
-least possible loss, or within 1e-5 of the total. This holds for rank 160 of 1024, and for squared singular values that
-fall as slowly as 1 / sqrt(i) or as fast as exp(-i / 15)."""
+shift is added to the diagonal of the matrix of inner products. The diagonal's entries are 1, because rows have length
+1. The shift is needed because multiplying by the Gram matrix makes all rows similar if a few directions dominate. With
+these shifts, the lost energy is within 2 % of the least possible loss, or within 1e-5 of the total. This holds for rank
+160 of 1024, and for squared singular values that fall as slowly as 1 / sqrt(i) or as fast as exp(-i / 15)."""
 
 missing = gpu_missing
 

@@ -34,8 +34,8 @@ def supports(case: Case) -> list[str]:
 
 
 def select_blocks(q: Tensor, k: Tensor, error: float, whole: int = 0, seed: int = 0) -> Blocks:
-    """Same as ``triton.select_blocks``, but a block's share has a relative error of up to 1e-4. Can be captured in a
-    CUDA graph.
+    """Same as ``triton.select_blocks``, but a block's share of the softmax has a relative error of up to
+    1e-4. Can be captured in a CUDA graph.
 
     The dtype is bfloat16 or float16, the head dim 64 or 128, with up to 16 query heads per kv head. Strides between
     heads and tokens of q and k are multiples of 16 bytes.

@@ -22,8 +22,7 @@ def plane_bytes(dim: int) -> int:
 class SketchQueries:
     """Queries that were scaled to length 1, multiplied by the map, and rounded to whole numbers.
 
-    The order of the numbers is that of a key's planes: bit j of byte b of a plane belongs to the dimension of
-    ``whole[j, b]``.
+    Dimension j d/8 + b of a query is ``whole[j, b]``. In a key's plane, bit j of byte b belongs to this dimension.
 
     Attributes:
         whole: int8 [B, H_q, 8, S] with S = ``plane_bytes(d)``, from -127 to 127; 0 for padding bytes of a plane.

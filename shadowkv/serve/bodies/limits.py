@@ -21,9 +21,9 @@ MAX_TOKEN_ID = 2**31 - 1
 """Maximum token id: ids are stored, and sent between processes, in 32 bits."""
 
 MAX_TEXT_CHARS = 2**23
-"""Characters of all prompts or messages of a request: two million tokens of English. The limit also bounds a
-pause: long bodies are read in another process, and receiving a text from that process holds the interpreter's lock for
-about 3 ns per character."""
+"""Characters of all prompts or messages of a request: two million tokens of English. The limit also bounds how
+long the server stalls: it receives the texts of long bodies from another process, and holds the GIL for about 3 ns per
+character meanwhile."""
 
 MAX_KEYS = 2**16
 """Keys of one JSON object."""

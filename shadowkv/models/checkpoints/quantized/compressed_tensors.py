@@ -104,7 +104,8 @@ class CompressedTensors:
         """As ``Format.find``."""
         kinds = {entry.dtype for name, entry in entries.items() if name in ("weight", "weight_packed")}
         if "weight_packed" not in entries and not kinds & {"I8", FLOAT8}:
-            return find_float8(module, entries, None)  # empty; raises if other tensors are 8-bit floats
+            # Returns an empty mapping for an unquantized module; raises if any other tensor is in 8-bit floats.
+            return find_float8(module, entries, None)
         scheme = self._scheme_of(module)
         if scheme is None:
             raise ValueError(f"{module} is quantized, and no group of the config has it")
