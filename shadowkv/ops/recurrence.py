@@ -21,9 +21,9 @@ class Spans:
 
     Attributes:
         lengths: tokens of each span, at least one; None if every span is one token.
-        read: int64 [S], the row that holds the state before each span.
-        write: int64 [S], the row that gets the state after each span. A span can write the row that it reads, but not a
-            row that another span reads, except in a chain.
+        read: contiguous int64 [S], the row that holds the state before each span.
+        write: contiguous int64 [S], the row that gets the state after each span. A span can write the row that it
+            reads, but not a row that another span reads, except in a chain.
         chained: whether there can be chains. It can be true only if every span is one token. In a chain, each span
             reads the row that the previous span writes, and writes a different row. So the state after every token is
             kept.
@@ -33,6 +33,10 @@ class Spans:
     read: Tensor
     write: Tensor
     chained: bool = False
+
+    def __post_init__(self) -> None:
+        # Kernels read them so. PyTorch would read other rows right, and hide a mistake from tests on a CPU.
+        assert self.read.is_contiguous() and self.write.is_contiguous()
 
     @property
     def chunks(self) -> Tensor:

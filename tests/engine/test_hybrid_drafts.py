@@ -177,10 +177,10 @@ def test_later_turns_are_those_of_a_fresh_engine(
 def test_steps_in_graphs_and_ahead_are_those_without_drafts(hybrid: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph serves steps with drafts and steps of as many sequences without."""
     kinds = [*KINDS[:4], replace(SEEDED, max_tokens=90), replace(PLAIN, temperature=0.7, seed=3, stop_token_ids=(9,))]
-    wanted = answers(hybrid(), kinds * 2)
+    wanted = answers(hybrid(device="cpu"), kinds * 2)
     right, draw = mostly(wanted[0]), random.Random(1)
     draft_by(monkeypatch, lambda request: right(request) if draw.random() < 0.2 else [])
-    engine = with_graphs(hybrid(speculative_config=SUFFIX), monkeypatch, Graph)
+    engine = with_graphs(hybrid(speculative_config=SUFFIX, device="cpu"), monkeypatch, Graph)
     ahead, decode = [], engine.runner.decode
 
     def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:

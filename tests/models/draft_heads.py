@@ -36,8 +36,9 @@ class Theirs(NamedTuple):
         embedded = self._norm(text.embed_tokens(torch.tensor(following)), "embedding_norm")
         x = torch.cat((embedded, self._norm(hidden, "hidden_norm")), -1) @ self.weights["projection"].T
         places = torch.arange(rows)[None]
+        of_grids = places.expand(3, 1, rows) if hasattr(text.rotary_emb, "mrope_section") else places
         mask = torch.full((rows, rows), torch.finfo(x.dtype).min).triu(1)[None, None]
-        rotary = text.rotary_emb(x[None], places)
+        rotary = text.rotary_emb(x[None], of_grids)
         x = self.layer(x[None], attention_mask=mask, position_ids=places, position_embeddings=rotary)
         x = (x[0] if isinstance(x, tuple) else x)[0]
         normed = self._norm(x, "norm")

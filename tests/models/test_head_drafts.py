@@ -317,8 +317,8 @@ def test_answers_with_graphs_are_those_without_drafts(
     model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded rows, and steps that are launched ahead."""
-    wanted = answers(engine_of(model[0], None))
-    engine = engine_of(model[0])
+    wanted = answers(engine_of(model[0], None, device="cpu"))
+    engine = engine_of(model[0], device="cpu")
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(cuda_graphs, "_Captured", Graph)
@@ -353,9 +353,10 @@ def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], mo
 
 def test_ranks_draft_together(model: tuple[Path, Theirs]) -> None:
     """With a part of the head on each."""
+    sizes = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 2}
 
     def said(drafts: dict[str, Any] | None) -> tuple[dict[str, list[int]], tuple[int, int] | None]:
-        engine = engine_of(model[0], drafts, tensor_parallel_size=2, max_model_len=256, max_num_seqs=2)
+        engine = engine_of(model[0], drafts, **sizes, tensor_parallel_size=2)
         try:
             for number, params in enumerate((GREEDY, SEEDED, GREEDY)):
                 engine.add_request(str(number), prompt(number, (30, 100, 8)[number]), params)
@@ -366,7 +367,7 @@ def test_ranks_draft_together(model: tuple[Path, Theirs]) -> None:
 
     wanted, _ = said(None)
     found, made = said(MTP)
-    alone = engine_of(model[0], max_model_len=256, max_num_seqs=2)
+    alone = engine_of(model[0], **sizes)
     for number, params in enumerate((GREEDY, SEEDED, GREEDY)):
         alone.add_request(str(number), prompt(number, (30, 100, 8)[number]), params)
     drain(alone)

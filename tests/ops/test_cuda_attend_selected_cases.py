@@ -52,7 +52,7 @@ def test_what_there_is_no_kernel_for_is_refused_by_name(change, reason):
     ("values", "fields", "reason"),
     [
         ("2-bit codes", {}, "no kernel for keys in codec 16 with values in codec 3"),
-        ("rows", {"interleaved": True}, "RoPE rotates 64 of 64 dimensions, in neighbours"),
+        ("rows", {"interleaved": True}, "RoPE rotates 64 of 64 dimensions in neighbours"),
         ("rows", {"rotary_dim": 24}, "RoPE rotates 24 of 64 dimensions in halves"),
         ("rows", {"rank": 48}, "rank 48 is not a multiple of 32 up to 256"),
     ],

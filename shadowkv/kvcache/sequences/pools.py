@@ -195,7 +195,7 @@ class SequencePools:
             for ring, length, count in zip(rings, lengths, counts, strict=True)
             for at in range(length, length + count)
         ]
-        return np.array(rows, np.int64).T
+        return np.ascontiguousarray(np.array(rows, np.int64).T)
 
     def trim(self, sequence: CachedSequence) -> None:
         """Frees the blocks that a finished sequence holds for future tokens. The sequence can be extended again."""
