@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -180,17 +180,30 @@ def step(engine: Engine) -> list[TokenOutput]:
     return outputs
 
 
-def window(engine: Engine, steps: int, count: int) -> float:
-    """Returns the seconds per decode step of ``count`` sequences, measured over ``steps`` steps."""
+class Window(NamedTuple):
+    """Means over some decode steps.
+
+    Attributes:
+        seconds: seconds of a step, with its draft steps.
+        tokens: new tokens of a step, of all sequences.
+    """
+
+    seconds: float
+    tokens: float
+
+
+def window(engine: Engine, steps: int, count: int) -> Window:
+    """Measures ``steps`` decode steps of ``count`` sequences."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    tokens = sum(len(engine.step()) for _ in range(steps))
+    outputs = [output for _ in range(steps) for output in engine.step()]
     if on_gpu:
         torch.cuda.synchronize()
-    assert tokens == count * steps, "a sequence has left"
-    return (time.perf_counter() - start) / steps
+    seconds = (time.perf_counter() - start) / steps
+    assert len({output.request_id for output in outputs}) == count, "a sequence has left"
+    return Window(seconds, sum(len(output.token_ids) for output in outputs) / steps)
 
 
 def profile(engine: Engine) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> None:
         count = min(count, *(engine.cache.total[tier] // need[tier] for tier in need if need[tier]))
         begin(engine, [engines.random_prompt(engine, context, draw) for _ in range(count)], room, synthetic=True)
         engines.window(engine, WARM_STEPS, count)
-        step = statistics.median(engines.window(engine, args.steps, count) for _ in range(args.windows))
+        step = statistics.median(engines.window(engine, args.steps, count).seconds for _ in range(args.windows))
         figures = {"batch": count, "step_ms": 1e3 * step, "tokens_per_s": count / step}
         rows.add(ours | figures | {"ratio": ratio(args.out, ours, figures)} | engines.about(engine))
     finally:

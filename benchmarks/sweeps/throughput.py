@@ -15,6 +15,12 @@ the weights. The floor is measured with one row of ``FLOOR_TOKENS`` tokens. All 
 
     python -m benchmarks.sweeps.throughput --model llama-3-8b-1m --load-format dummy --kv turbo \\
         --mix 1x1000000,40x61440 1x124928,63x2048 --out results
+
+Random weights draft nothing that is right. ``--acceptance`` accepts each drafted token with a given probability, for
+example one that was measured on a trained model (``benchmarks.serving.speculation``). A step includes its draft steps:
+
+    python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
+        --kv full full-speculative --acceptance 0.9 --synthetic-prefill --out results
 """
 
 from __future__ import annotations
@@ -39,11 +45,11 @@ from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
 from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.scheduling import drafted_rows
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
 from shadowkv.eval.provenance import provenance
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
-from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.loader import LoadedModel
 from shadowkv.settings import add_flag
@@ -59,6 +65,9 @@ RAGGED = 64
 """Prompts are up to this many tokens shorter than the context, so that sequences compress pages at different steps."""
 
 FLOOR_TOKENS = 1024
+
+MOST_DRAFTED = 8
+"""Drafted tokens of a step that sequences have room for."""
 
 
 class Part(NamedTuple):
@@ -108,11 +117,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     text = "where values are on the host: share of the selected chunks that the step before selected too"
     parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
+    add_flag(parser, EngineConfig, "speculative_config")
+    text = "probability that a drafted token is accepted, whatever the model says (random weights); needs drafts"
+    parser.add_argument("--acceptance", type=float, metavar="SHARE", help=text)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     args = parser.parse_args(arguments)
     if args.hit_rate is not None and not 0 <= args.hit_rate <= 1:
         parser.error(f"--hit-rate {args.hit_rate} must be a share from 0 to 1")
+    if args.acceptance is not None:
+        if not 0 <= args.acceptance <= 1:
+            parser.error(f"--acceptance {args.acceptance} must be a share from 0 to 1")
+        replay_acceptance(args.acceptance)
     if args.mix and args.context:
         parser.error("--mix says how long the rows are: leave --context out")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -146,6 +162,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if contexts:
         summarise(args.out)
     return 0
+
+
+def replay_acceptance(share: float) -> None:
+    """Makes all engines accept each drafted token with probability ``share``, until the first that is not accepted.
+    Tokens are still chosen, and the time of this counts."""
+    draw = random.Random(0)
+
+    def take(drafted: drafted_rows._Drafted, token: int) -> None:
+        request, left = drafted.running.request, len(drafted.draft) - drafted.accepted
+        drafted.agrees = left > 0 and draw.random() < share
+        if drafted.agrees:
+            drafted.accepted += 1
+            request.accepted_drafts += 1
+        else:
+            request.rejected_drafts += left
+
+    drafted_rows._Drafted.take = take  # type: ignore[method-assign]
 
 
 def free_memory() -> None:
@@ -184,12 +217,13 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
     # Random weights were not trained for a context length, so any base of RoPE will do. Times do not depend on it.
     theta = 1e7 if args.load_format == "dummy" else None
     memory = {"gpu_memory_utilization": UTILIZATION, "host_memory_gib": host}
-    return EngineConfig(kv=kv, rope_theta=theta, **given, **sizes, **memory)
+    return EngineConfig(kv=kv, rope_theta=theta, speculative_config=args.speculative_config, **given, **sizes, **memory)
 
 
 def new_tokens(args: argparse.Namespace) -> int:
     """Returns the maximum number of tokens that a sequence generates, in warm-up, windows and profile."""
-    return int((args.windows + 1) * args.steps + PROFILED_STEPS + 64)
+    drafted = 0 if args.acceptance is None else MOST_DRAFTED
+    return int(((args.windows + 1) * args.steps + PROFILED_STEPS) * (1 + drafted) + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
@@ -227,12 +261,12 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     """Returns how many sequences fit on both the device and the host, as engine and planner count."""
     shape, dtype = loaded.config.shape, loaded.model.dtype
     capacity = context + new_tokens(args)
-    layout = Layout(preset(kv), shape, dtype, capacity)
+    config = config_of(args, kv, 1, context)
+    layout = Layout(config.spec(), shape, dtype, capacity)
     free, total = torch.cuda.mem_get_info()
-    host = config_of(args, kv, 1, context).host_memory_gib
-    assert host is not None
-    usable = int(total * UTILIZATION) - (total - free)
-    return largest_batch(loaded.config, layout, context, capacity, usable, int(host * GIB)).both
+    assert config.host_memory_gib is not None
+    usable, host = int(total * UTILIZATION) - (total - free), int(config.host_memory_gib * GIB)
+    return largest_batch(loaded.config, layout, context, capacity, usable, host, drafts=config.speculation).both
 
 
 def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
@@ -248,7 +282,7 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
     torch.cuda.synchronize()
     before = engine.stats().fetches
     windows = [window(engine, args.steps, count) for _ in range(args.windows)]
-    step = statistics.median(windows)
+    step = statistics.median(one.seconds for one in windows)
     stats = engine.stats()
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
     buffer = cache.layout.bytes_per_block()["segment_slots"]
@@ -256,9 +290,10 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> d
         getattr(stats.fetches, name) - getattr(before, name) for name in ("selected", "fetched", "fetched_bytes")
     )
     return {
-        "decode_tokens_per_s": count / step,
+        "decode_tokens_per_s": statistics.median(one.tokens / one.seconds for one in windows),
         "step_ms": 1e3 * step,
-        "windows_ms": [1e3 * seconds for seconds in windows],
+        "windows_ms": [1e3 * one.seconds for one in windows],
+        "tokens_per_step": statistics.median(one.tokens / count for one in windows),
         "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
@@ -319,7 +354,7 @@ def time_rows(engine: Engine, lengths: list[int], new: int, steps: int, windows:
     prompts = [draw.choices(words, k=length - draw.randrange(RAGGED)) for length in lengths]
     begin(engine, prompts, new, synthetic=True)
     window(engine, steps, len(lengths))
-    step = statistics.median(window(engine, steps, len(lengths)) for _ in range(windows))
+    step = statistics.median(window(engine, steps, len(lengths)).seconds for _ in range(windows))
     profiled = profile(engine)
     for row in range(len(lengths)):
         engine.abort(str(row))

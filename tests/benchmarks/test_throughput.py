@@ -7,13 +7,16 @@ from argparse import ArgumentTypeError, Namespace
 import pytest
 import torch
 
+from benchmarks.serving.speculation import Always
 from benchmarks.sweeps import throughput, weights
+from benchmarks.sweeps.engines import window
 from benchmarks.sweeps.synthetic import begin
-from benchmarks.sweeps.throughput import fill, fitting, new_tokens
+from benchmarks.sweeps.throughput import fill, fitting, new_tokens, replay_acceptance
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
+from shadowkv.engine.scheduling import drafted_rows
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import size_cache
 from shadowkv.kvcache.presets import preset
@@ -58,6 +61,19 @@ def test_prompts_before_the_timed_one_leave_nothing(warm, monkeypatch):
     assert computed == ["before"] * warm + ["0"] and engine.num_running == 2
 
 
+@pytest.mark.parametrize("share, tokens", [(0.0, 1), (1.0, 5)])
+def test_drafted_tokens_are_accepted_as_often_as_asked(share, tokens, monkeypatch):
+    monkeypatch.setattr(drafted_rows._Drafted, "take", drafted_rows._Drafted.take)  # is restored
+    replay_acceptance(share)
+    with tiny_model() as path:
+        config = {"kv": "full", "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 1024, "max_cached_seqs": 0}
+        drafts = {"method": "sparse", "num_speculative_tokens": 4}
+        engine = Engine(EngineConfig(model=str(path), speculative_config=drafts, **{**ENGINE, **config}))
+    engine.decode_steps.speculation.account = Always()
+    fill(engine, 2, 640, 60, True)
+    assert window(engine, 2, 2).tokens == 2 * tokens
+
+
 def test_cells_of_weights():
     assert [weights.batch_and_context(text) for text in ("1x1024", "autox61440")] == [(1, 1024), (None, 61440)]
     for text in ("0x1024", "x1024", "auto", "1x"):
@@ -82,7 +98,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     args = Namespace(
         model="", load_format="dummy", quantization=None, windows=3, steps=20, host_memory_gib=host_gib,
-        enforce_eager=True,
+        enforce_eager=True, speculative_config=None, acceptance=None,
     )  # fmt: skip
     with tiny_model(**shape, max_position_embeddings=65536) as path:
         config = EngineConfig(model=str(path), load_format="dummy", device="cpu", dtype="bfloat16")

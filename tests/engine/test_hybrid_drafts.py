@@ -222,7 +222,8 @@ def test_a_step_without_memory_can_be_computed_again(
         found.append(logits)
         for sequence in sequences:
             cache.release(sequence)
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)  # of a wrong state they differ by more than 1
     assert cache.use()["recurrent_states"].used_bytes == 0
 
 

@@ -133,6 +133,7 @@ def test_no_checkpoint_is_written_that_no_prompt_can_use(hybrid: Any, caching: b
 def test_what_no_memory_is_reserved_for_is_not_copied(hybrid: Any, caplog: pytest.LogCaptureFixture) -> None:
     """A finished sequence of whole pages leaves a checkpoint when it goes on. Its copy counts as refused."""
     engine = hybrid(max_mamba_checkpoints=0, kv_offload_gib=0.0625)
+    caplog.clear()
     first = prompt(0, 320 - GREEDY.max_tokens + 1)
     answer, _ = ask(engine, first)
     assert ask(engine, [*first, *answer, *prompt(1, 10)])[1] == 320
@@ -143,8 +144,8 @@ def test_what_no_memory_is_reserved_for_is_not_copied(hybrid: Any, caplog: pytes
 
 
 def test_a_snapshot_without_a_state_is_copied_at_once(hybrid: Any) -> None:
-    """A yield of 0 bytes would say that layers are still on their way."""
-    engine = hybrid(kv_offload_gib=0.0625)
+    """A yield of 0 bytes would say that layers are still on their way. (A GPU's copies are.)"""
+    engine = hybrid(kv_offload_gib=0.0625, device="cpu")
     ask(engine, prompt(0, 320))
     lower, (sequence,) = engine.scheduler.prefix_cache.lower, engine.scheduler.prefix_cache._kept
     mover, host = lower.chains._mover, lower.copies.host

@@ -121,8 +121,8 @@ def check_sampling(args: tuple, sampling: Sampling, layer: int = 0) -> None:
     sampled."""
     queries, coarse, num_pages, budget, chunk = args[0], args[1], args[6], args[7], args[8]
     made, log_weight = cuda.select_by_sketch(*args, sampling, layer)
-    # A kernel may add up weights by the middles of bins, which are off by a fifth at the most (kLeastOfMiddle), first of
-    # runs, then of their tokens: so it may miss a third of the half that is sampled.
+    # A kernel may add up weights by the middles of bins, which are off by a fifth at the most (kLeastOfMiddle): first
+    # of runs, then of their tokens. So it may miss a third of the half that is sampled.
     fewest = 0.8 * (reference.select_by_sketch(*args, sampling, layer)[0] >= 0).sum(-1) - 2
     counts = sampling.counts.where(budget > 0, 0)
     keep = reference.kept_runs(num_pages, budget + counts, chunk)
