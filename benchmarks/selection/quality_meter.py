@@ -1,0 +1,173 @@
+"""Measures whether decode steps of the policy can tell how far it is from full attention.
+
+A narrow step selects a quarter of the policy's budget (``NARROW``), and is compared with the policy's own step after
+the same tokens. The question is whether the difference of these two steps predicts the policy's KL to full attention,
+which a server cannot measure. All steps follow the tokens that full attention generates.
+
+Results are rows of a CSV file, one for each prompt and budget. Prompts that the file already has are not measured
+again. ``--summary`` prints Spearman's rank correlation over prompts of each signal with the KL, with 95 % intervals by
+bootstrap over prompts.
+
+    python -m benchmarks.selection.quality_meter --model smollm2-135m-64k --length 4096 --prompts 4 --out FILE
+    python -m benchmarks.selection.quality_meter --out FILE --summary
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.selection.prompts import KINDS, prompts_of
+from benchmarks.sweeps.engines import add_model_arguments, model_of
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.eval.fidelity.follow import acceptance_rate, kl_divergence
+from shadowkv.eval.provenance import commit
+from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill_all
+from shadowkv.kvcache.decode.decode_batch import DecodePlan
+from shadowkv.kvcache.kv_cache import KVCache
+from shadowkv.kvcache.presets import preset
+from shadowkv.models.loader import LoadedModel
+
+NARROW = 4
+"""The policy's budget divided by that of narrow steps."""
+BUDGETS = 160, 320, 640
+"""Budgets of the policy, in tokens. The last is a multiple of all budgets, also of those of narrow steps."""
+COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": kl_divergence,
+    "variation": lambda p, q: 1 - acceptance_rate(p, q),
+    "disagreement": lambda p, q: (p.argmax(-1) != q.argmax(-1)).double(),
+}
+"""Distances of two next-token distributions, each of functions of their logits [n, V] to [n]: the KL, the total
+variation, and whether their most likely tokens differ."""
+
+
+class WidthsCache(KVCache):
+    """A cache whose sequences are rows of one step. Each row selects its share of the budget, 1 in ``divisors``."""
+
+    divisors: Sequence[int] = ()
+
+    def plan_decode(self, *args: Any, **options: Any) -> DecodePlan:
+        """Returns ``KVCache``'s plan with the rows' own budgets."""
+        plan = super().plan_decode(*args, **options)
+        (group,) = plan.groups
+        top_k, sampled = (count // np.array(self.divisors) for count in (group.segments.top_k, group.segments.sampled))
+        return replace(plan, groups=(replace(group, segments=group.segments._replace(top_k=top_k, sampled=sampled)),))
+
+
+def follow(loaded: LoadedModel, prompt: list[int], steps: int, ends: set[int]) -> Iterator[dict[str, str]]:
+    """Yields a row of results for each of ``BUDGETS``: distances of ``turbo`` from full attention (``full_*``), and of
+    narrow steps from those of ``turbo`` (``narrow_*``), means over steps. No step follows a token of ``ends``."""
+    capacity = len(prompt) + steps
+    widths = sorted({width for budget in BUDGETS for width in (budget, budget // NARROW)})
+    exact = open_cache(loaded, preset("full"), capacity)
+    spec = preset("turbo", budget=widths[-1], dense_below=0)
+    cache = open_cache_as(WidthsCache, loaded, spec, capacity, len(widths))
+    cache.divisors = [widths[-1] // width for width in widths]
+    (own, first), logits = prefill_all(loaded.model, [exact, cache], prompt, capacity)
+    stored = cache.snapshots.export(first)
+    rows = [first, *(cache.snapshots.load(stored, capacity) for _ in widths[1:])]
+    full, turbo = Runner(loaded.model, exact), Runner(loaded.model, cache)
+    token, by_step = int(logits[0].argmax()), []
+    while len(by_step) < steps and token not in ends:
+        reference = full.decode([own], [token])
+        by_step.append(torch.cat((reference, turbo.decode(rows, [token] * len(rows)))))
+        token = int(reference.argmax())
+    by_row = torch.stack(by_step, 1)
+    of_width = dict(zip(widths, by_row[1:], strict=True))
+    for budget in BUDGETS:
+        pairs = {"full": (by_row[0], of_width[budget]), "narrow": (of_width[budget], of_width[budget // NARROW])}
+        figures = {
+            f"{pair}_{name}": float(distance(*logits_of).mean())
+            for pair, logits_of in pairs.items()
+            for name, distance in COMPARED.items()
+        }
+        yield {"budget": str(budget), "steps": str(len(by_step)), **{name: f"{x:.5g}" for name, x in figures.items()}}
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """Ranks of x [..., n], from 0. Equal numbers share their mean rank."""
+    above, equal = (compare(x[..., :, None], x[..., None, :]).sum(-1) for compare in (np.greater, np.equal))
+    mean_rank: np.ndarray = above + (equal - 1) / 2
+    return mean_rank
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation of x and y, both [..., n]: [...]."""
+    first, second = (rank - rank.mean(-1, keepdims=True) for rank in (ranks(x), ranks(y)))
+    correlation: np.ndarray = (first * second).sum(-1) / np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
+    return correlation
+
+
+def summarise(rows: list[dict[str, str]]) -> None:
+    """Prints, for each length and budget, the correlation of each signal with the KL to full attention, with a 95 %
+    interval by bootstrap over prompts."""
+    print(f"| length | budget | prompts | KL, 10⁻³ nats | {' | '.join(COMPARED)} |\n|{' ---: |' * (4 + len(COMPARED))}")
+    for length, budget in dict.fromkeys((row["length"], row["budget"]) for row in rows):
+        own = [row for row in rows if (row["length"], row["budget"]) == (length, budget)]
+        draws = np.random.default_rng(0).integers(len(own), size=(2000, len(own)))
+        kl = np.array([float(row["full_kl"]) for row in own])
+        cells = [length, budget, str(len(own)), f"{1e3 * kl.mean():.2f}"]
+        for name in COMPARED:
+            signal = np.array([float(row[f"narrow_{name}"]) for row in own])
+            low, high = np.quantile(rank_correlation(signal[draws], kl[draws]), (0.025, 0.975))
+            cells.append(f"{rank_correlation(signal, kl):.2f} ({low:.2f} to {high:.2f})")
+        print(f"| {' | '.join(cells)} |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    texts = ["essays", "code", "logs", "tables"]
+    parser.add_argument("--text", nargs="+", default=texts, choices=KINDS, metavar="KIND", help="of NAMED or RULER")
+    parser.add_argument("--length", type=int, default=4096, metavar="TOKENS", help="of prompts (default: %(default)s)")
+    parser.add_argument("--prompts", type=int, default=4, help="of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=71, help="of RULER's samples (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file")
+    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
+    args = parser.parse_args(argv)
+    rows = []
+    if args.summary or args.out.exists():
+        with args.out.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    if args.summary:
+        summarise(rows)
+        return 0
+    loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=args.length + 2 * args.new_tokens))
+    ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
+    done = {(row["length"], row["prompt"]) for row in rows}
+    for number in range(args.prompts):
+        for kind in args.text:
+            prompts = prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)
+            prompt, steps = list(prompts)[number]
+            if (str(args.length), prompt.name) in done:
+                continue
+            start = time.perf_counter()
+            about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
+            new = [about | row for row in follow(loaded, prompt.tokens, steps, ends)]
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            fresh = not args.out.exists()
+            with args.out.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, list(new[0]), lineterminator="\n")
+                if fresh:
+                    writer.writeheader()
+                writer.writerows(new)
+            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
