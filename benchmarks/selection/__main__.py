@@ -31,8 +31,8 @@ from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.running.caches import open_cache_as, prefill, prefill_all

@@ -5,8 +5,7 @@ the same tokens. The question is whether the difference of these two steps predi
 which a server cannot measure. All steps follow the tokens that full attention generates.
 
 Results are rows of a CSV file, one for each prompt and budget. Prompts that the file already has are not measured
-again. ``--summary`` prints Spearman's rank correlation over prompts of each signal with the KL, with 95 % intervals by
-bootstrap over prompts.
+again. ``--summary`` prints Spearman's rank correlation over prompts of each signal with the KL.
 
     python -m benchmarks.selection.quality_meter --model smollm2-135m-64k --length 4096 --prompts 4 --out FILE
     python -m benchmarks.selection.quality_meter --out FILE --summary
@@ -20,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from benchmarks.selection.prompts import KINDS, prompts_of
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.fidelity.follow import acceptance_rate, kl_divergence
+from shadowkv.eval.fidelity.follow import acceptance_rate
+from shadowkv.eval.fidelity.prompts import NAMED
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill_all
 from shadowkv.kvcache.decode.decode_batch import DecodePlan
@@ -44,6 +46,8 @@ NARROW = 4
 """The policy's budget divided by that of narrow steps."""
 BUDGETS = 160, 320, 640
 """Budgets of the policy, in tokens. The last is a multiple of all budgets, also of those of narrow steps."""
+BANDS = 0, 0.001, 0.003, 0.01, 0.03, 0.1, 1
+"""Bounds of ranges of the KL of narrow steps."""
 COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kl": kl_divergence,
     "variation": lambda p, q: 1 - acceptance_rate(p, q),
@@ -111,19 +115,56 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def summarise(rows: list[dict[str, str]]) -> None:
-    """Prints, for each length and budget, the correlation of each signal with the KL to full attention, with a 95 %
-    interval by bootstrap over prompts."""
-    print(f"| length | budget | prompts | KL, 10⁻³ nats | {' | '.join(COMPARED)} |\n|{' ---: |' * (4 + len(COMPARED))}")
-    for length, budget in dict.fromkeys((row["length"], row["budget"]) for row in rows):
-        own = [row for row in rows if (row["length"], row["budget"]) == (length, budget)]
-        draws = np.random.default_rng(0).integers(len(own), size=(2000, len(own)))
-        kl = np.array([float(row["full_kl"]) for row in own])
-        cells = [length, budget, str(len(own)), f"{1e3 * kl.mean():.2f}"]
-        for name in COMPARED:
-            signal = np.array([float(row[f"narrow_{name}"]) for row in own])
-            low, high = np.quantile(rank_correlation(signal[draws], kl[draws]), (0.025, 0.975))
-            cells.append(f"{rank_correlation(signal, kl):.2f} ({low:.2f} to {high:.2f})")
-        print(f"| {' | '.join(cells)} |")
+    """Prints a table for each length: for all prompts and for texts alone, by budget and over all budgets."""
+    columns = "prompts", "budget", "number", "KL, 10⁻³ nats", *COMPARED, "KL over narrow KL", "of 80 % of the prompts"
+    for length in dict.fromkeys(row["length"] for row in rows):
+        print(f"\n{length} tokens\n\n| {' | '.join(columns)} |\n|{' --- |' * 2}{' ---: |' * (len(columns) - 2)}")
+        of_length = [row for row in rows if row["length"] == length]
+        for name, kinds in {"all": KINDS, "texts": NAMED}.items():
+            own = [row for row in of_length if row["text"] in kinds]
+            for budget in (*map(str, BUDGETS), "all"):
+                _print_budget(name, budget, [row for row in own if budget in ("all", row["budget"])])
+
+        _print_bands(of_length)
+
+
+def _print_bands(rows: list[dict[str, str]]) -> None:
+    """Prints how far the policy is from full attention, by the KL of narrow steps, at all budgets together."""
+    columns = "KL of narrow steps", "number", "KL to `full`", "other greedy token than `full`"
+    print(f"\n| {' | '.join(columns)} |\n|{' ---: |' * len(columns)}")
+    for low, high in pairwise(BANDS):
+        own = [row for row in rows if low <= float(row["narrow_kl"]) < high]
+        if own:
+            kl, other = (np.array([float(row[name]) for row in own]) for name in ("full_kl", "full_disagreement"))
+            cells = f"{low:g} to {high:g}", str(len(own)), f"{kl.mean():.4f} ({kl.min():.4f} to {kl.max():.4f})"
+            print(f"| {' | '.join(cells)} | {other.mean():.1%} |")
+
+
+def _print_budget(name: str, budget: str, rows: list[dict[str, str]]) -> None:
+    """Prints a row: the correlation of each signal with the KL to full attention, and this KL divided by that of narrow
+    steps. Intervals are 95 %, by bootstrap over prompts."""
+    by_prompt: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["prompt"], []).append(row)
+
+    def figures(name: str) -> np.ndarray:
+        return np.array([[float(row[name]) for row in of_prompt] for of_prompt in by_prompt.values()])
+
+    count = len(by_prompt)
+    draws = np.random.default_rng(0).integers(count, size=(2000, count))
+
+    def with_interval(value: float, of_draws: np.ndarray) -> str:
+        low, high = np.nanquantile(of_draws, (0.025, 0.975))  # NaN: all of a draw's signals are equal
+        return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+    kl, narrow = figures("full_kl"), figures("narrow_kl")
+    cells = [name, budget, str(count), f"{1e3 * kl.mean():.2f}"]
+    for signal in (figures(f"narrow_{name}") for name in COMPARED):
+        of_draws = rank_correlation(signal[draws].reshape(len(draws), -1), kl[draws].reshape(len(draws), -1))
+        cells.append(with_interval(float(rank_correlation(signal.ravel(), kl.ravel())), of_draws))
+    cells.append(with_interval(kl.mean() / narrow.mean(), kl[draws].mean((1, 2)) / narrow[draws].mean((1, 2))))
+    cells.append("{:.2f} to {:.2f}".format(*np.quantile(kl / narrow, (0.1, 0.9))))
+    print(f"| {' | '.join(cells)} |")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
