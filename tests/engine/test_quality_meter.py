@@ -163,6 +163,18 @@ def test_a_narrow_step_without_memory_costs_the_check_alone(make: Any, monkeypat
     assert len(failed) == 3 and checked(engine).tokens == 146
 
 
+def test_a_comparison_without_memory_costs_the_check_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    engine, wanted = make(kv=TURBO, quality_meter=1.0), make(kv=TURBO)
+    monkeypatch.setattr(quality_meter, "kl_divergence", failing)
+    for one in (engine, wanted):
+        one.add_request("a", prompt(1, 450), PLAIN)
+    assert tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
+    assert checked(engine) == CheckedTokens()
+
+
 @pytest.mark.parametrize("kv", ["full", "fp8", "full-speculative"])
 def test_policies_that_attend_to_everything_are_refused(make: Any, kv: str) -> None:
     with pytest.raises(SettingsError, match=f"quality_meter=0.1: kv='{kv}' attends to every token; the meter needs"):

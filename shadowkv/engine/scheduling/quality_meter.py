@@ -19,6 +19,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import CheckedTokens
 from shadowkv.engine.scheduling.scheduler import Running
 from shadowkv.engine.scheduling.sparse_drafts import cut_back, is_compressed
+from shadowkv.kvcache.memory.streams import upload
 
 CHECKED = 8
 """Maximum number of sequences in a narrow step. Two distributions of each are compared, which takes a few megabytes of
@@ -49,16 +50,19 @@ class NarrowStep:
     rows: list[int]
     logits: Tensor
 
-    def compared(self, logits: Tensor, first_rows: Sequence[int]) -> Checked:
+    def compared(self, logits: Tensor, first_rows: Sequence[int]) -> Checked | None:
         """Compares the step that follows. The results are on the host when the device has reached a mark that is made
-        after this call.
+        after this call. Returns None if memory runs out.
 
         Args:
             logits: of the step that follows, float32 [B, V].
             first_rows: for each sequence of that step, its first row in ``logits``.
         """
-        own = logits[[first_rows[row] for row in self.rows]]
-        kl = kl_divergence(own, self.logits)
+        rows = upload(torch.tensor([first_rows[row] for row in self.rows]), logits.device)
+        try:
+            kl = kl_divergence(logits[rows], self.logits)
+        except torch.OutOfMemoryError:
+            return None
         if kl.is_cuda:
             kl = torch.empty(kl.shape, dtype=kl.dtype, pin_memory=True).copy_(kl, non_blocking=True)
         return Checked(self.rows, kl)
