@@ -108,9 +108,10 @@ def ranks(x: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlation of x and y, both [..., n]: [...]."""
+    """Spearman's rank correlation of x and y, both [..., n]: [...]. NaN where all numbers of x or of y are equal."""
     first, second = (rank - rank.mean(-1, keepdims=True) for rank in (ranks(x), ranks(y)))
-    correlation: np.ndarray = (first * second).sum(-1) / np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
+    with np.errstate(invalid="ignore"):
+        correlation: np.ndarray = (first * second).sum(-1) / np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
     return correlation
 
 
@@ -154,7 +155,7 @@ def _print_budget(name: str, budget: str, rows: list[dict[str, str]]) -> None:
     draws = np.random.default_rng(0).integers(count, size=(2000, count))
 
     def with_interval(value: float, of_draws: np.ndarray) -> str:
-        low, high = np.nanquantile(of_draws, (0.025, 0.975))  # NaN: all of a draw's signals are equal
+        low, high = np.nanquantile(of_draws, (0.025, 0.975))  # few prompts: a draw can have one of them only
         return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
     kl, narrow = figures("full_kl"), figures("narrow_kl")
