@@ -305,6 +305,13 @@ METHODS = (
         ("models/test_draft_heads.py", "models/test_head_drafts.py"),
     ),
     Method(
+        "quality meter",
+        ("engine/scheduling/quality_meter.py", "kvcache/decode/planning.py"),
+        (),
+        (),
+        ("engine/test_quality_meter.py",),
+    ),
+    Method(
         "sampling of tokens", ("engine/execution/sampler.py",), ("sample_tokens",), (), ("ops/test_sample_tokens.py",)
     ),
 )

@@ -38,7 +38,7 @@ from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.engine.outputs import TokenLogprobs
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.eval.fidelity.follow import kl_divergence
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.reports.statistics import mean_and_error
 from shadowkv.kvcache.policy.spec import PAGE

@@ -26,17 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.selection.prompts import KINDS, prompts_of
 from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.engine.startup.loading import load_from_config
-from shadowkv.eval.fidelity.follow import kl_divergence
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
-from shadowkv.eval.fidelity.prompts import NAMED, Prompt, read_prompts
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.running.caches import open_cache_as, prefill, prefill_all
-from shadowkv.eval.suites import ruler
 from shadowkv.kvcache import parts
 from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.presets import preset
@@ -128,20 +127,6 @@ class Follower:
             }
 
 
-def prompts_of(
-    kind: str, loaded: LoadedModel, count: int, tokens: int, new: int, seed: int
-) -> Iterator[tuple[Prompt, int]]:
-    """Yields prompts of ``kind``, which is a kind of text or a task of RULER, each with the maximum number of tokens to
-    follow. RULER's samples are made from ``seed``."""
-    if kind in NAMED:
-        for prompt in read_prompts([Path(kind)], loaded.tokenizer, count, tokens):
-            yield prompt, new
-        return
-    for sample in ruler.samples(kind, loaded.tokenizer, tokens + new, count, seed, None):
-        encoded = loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True)
-        yield Prompt(f"{kind}:{sample.id}", encoded), min(new, sample.max_new_tokens)
-
-
 OVER = "over the former rule's"
 COLUMNS = ("weights", "draw", "runs", "tokens", "top-1, %", "KL, 10⁻³ nats", OVER, "output's error, %", OVER)
 
@@ -192,9 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    kinds = (*NAMED, *ruler.TASKS)
     texts = ["essays", "code", "logs", "tables"]
-    parser.add_argument("--text", nargs="+", default=texts, choices=kinds, metavar="KIND", help="of NAMED or RULER")
+    parser.add_argument("--text", nargs="+", default=texts, choices=KINDS, metavar="KIND", help="of NAMED or RULER")
     parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=71, help="of draws and of RULER (default: %(default)s)")

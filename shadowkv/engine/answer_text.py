@@ -137,6 +137,7 @@ class AnswerText:
             self._stop_reason(output) if self.ended else None,
             output.accepted_drafts,
             output.rejected_drafts,
+            output.checked,
         )
 
     def _stop_reason(self, output: TokenOutput) -> str | int | None:
@@ -168,6 +169,7 @@ def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
         last.error_code,
         last.accepted_drafts,
         last.rejected_drafts,
+        last.checked,
     )
 
 

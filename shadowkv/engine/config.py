@@ -246,6 +246,15 @@ class EngineConfig:
         parse=parse_speculative_config,
         metavar="JSON",
     )
+    quality_meter: float = setting(
+        0.0,
+        SCHEDULING,
+        "share of decode steps, 0 to 1, that measure whether the policy's budget is enough: each is computed twice, "
+        "first with a quarter of the budget, and /metrics says how much the results differ; answers stay the same "
+        "(default: 0)",
+        metavar="RATE",
+        check=Check(lambda rate: 0 <= rate <= 1, "must be a share of steps from 0 to 1"),
+    )
     default_max_tokens: int = setting(
         1024,
         SAMPLING,

@@ -24,7 +24,7 @@ from torch import Tensor
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.execution.sampler import NO_TOKEN
-from shadowkv.engine.outputs import NOTHING_FOLLOWS, ErrorCode, TokenLogprobs, TokenOutput
+from shadowkv.engine.outputs import NOTHING_FOLLOWS, CheckedTokens, ErrorCode, TokenLogprobs, TokenOutput
 from shadowkv.engine.parallel.driver import load_driver
 from shadowkv.engine.parallel.ranks import Ranks
 from shadowkv.engine.parallel.tiers import open_mover as open_rank_mover
@@ -32,14 +32,12 @@ from shadowkv.engine.request import Request, RequestError, SchemaTimeout
 from shadowkv.engine.request_factory import RequestFactory
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.decode_steps import DecodeSteps
-from shadowkv.engine.scheduling.head_drafts import HeadDrafts
 from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, Selected
 from shadowkv.engine.scheduling.pacing import Pace
 from shadowkv.engine.scheduling.prefill_queue import PrefillInFlight, PrefillQueue
+from shadowkv.engine.scheduling.quality_meter import QualityMeter
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
-from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
-from shadowkv.engine.speculation.config import SpeculativeConfig
-from shadowkv.engine.speculation.speculation import Speculation, SpeculationStats, TextDrafts
+from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.engine.startup.draft_head import open_head
 from shadowkv.engine.startup.loading import (
     checked_defaults,
@@ -51,7 +49,7 @@ from shadowkv.engine.startup.loading import (
     sampling_of_directory,
 )
 from shadowkv.engine.startup.prefix_cache import check_disk_dir, open_mover, open_prefix_cache
-from shadowkv.engine.startup.sizing import kept_states
+from shadowkv.engine.startup.speculation import open_speculation
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
 from shadowkv.kvcache.sequences.sequence import CachedSequence
@@ -112,6 +110,7 @@ class EngineStats:
         checkpoint_bytes: bytes of checkpoints of recurrent states, part of the tier ``recurrent_states``; None if no
             layer has such a state.
         speculation: counts of drafts; None without speculative decoding.
+        checked: tokens that the quality meter has checked; None without ``quality_meter``.
     """
 
     running: int
@@ -123,6 +122,7 @@ class EngineStats:
     usage: float | None = None
     checkpoint_bytes: int | None = None
     speculation: SpeculationStats | None = None
+    checked: CheckedTokens | None = None
 
 
 class Engine:
@@ -196,25 +196,15 @@ class Engine:
             self.pace,
         )
         run_ahead = self.runner.graphs is not None
-        speculation = self._speculation(config.speculation)
-        self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation)
+        speculation = open_speculation(config, self.runner, self._head, self.scheduler)
+        meter = QualityMeter(self.runner, config.quality_meter) if config.quality_meter else None
+        self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation, meter)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
         self.max_model_len = self.cache.max_model_len
         stops = {*self.tokenizer.eos_token_ids, *loaded.config.eos_token_ids}
         self.requests = RequestFactory(config, loaded.config.vocab_size, self.tokenizer, stops, self.scheduler, origin)
         self._open: set[str] = set()
         self._aborted: set[str] = set()
-
-    def _speculation(self, drafts: SpeculativeConfig | None) -> Speculation | None:
-        """Makes the object that drafts tokens. Returns None without speculative decoding."""
-        if drafts is None:
-            return None
-        rows = self.config.max_rows
-        if self._head is not None:
-            return HeadDrafts(drafts, rows, self._head, self.scheduler, kept_states(self.config.drafted_tokens))
-        if drafts.method == "sparse":
-            return SparseDrafts(drafts, rows, self.runner)
-        return TextDrafts(drafts, rows, self.cache.layout.most_drafted)
 
     def when_a_rank_fails(self, callback: Callable[[RankFailure], None]) -> None:
         """Registers ``callback``. It is called on a separate thread when a tensor-parallel rank has ended."""
@@ -325,6 +315,7 @@ class Engine:
             self.scheduler.usage if usage else None,
             None if self.cache.recurrent is None else self.cache.recurrent.checkpoint_bytes,
             None if self.decode_steps.speculation is None else self.decode_steps.speculation.stats,
+            None if self.decode_steps.meter is None else self.decode_steps.meter.checked,
         )
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -564,6 +555,8 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
     )
     if request.accepted_drafts or request.rejected_drafts:
         output.accepted_drafts, output.rejected_drafts = request.accepted_drafts, request.rejected_drafts
+    if request.checked.tokens:
+        output.checked = request.checked
     return output
 
 

@@ -40,6 +40,23 @@ class RequestTimes(msgspec.Struct, array_like=True, gc=False):
     last_token: float | None = None
 
 
+class CheckedTokens(msgspec.Struct, array_like=True, gc=False):
+    """Tokens that ``QualityMeter`` has checked.
+
+    Attributes:
+        tokens: their number.
+        kl: sum over these tokens of KL(step || narrow step), in nats, of the next-token distributions.
+    """
+
+    tokens: int = 0
+    kl: float = 0.0
+
+    def add(self, kl: float) -> None:
+        """Adds a token."""
+        self.tokens += 1
+        self.kl += kl
+
+
 @dataclass(frozen=True)
 class LayerSelections:
     """The cells with the largest attention weights in one layer of a group, in order of position. A cell is a range of
@@ -100,6 +117,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         selections: one per new token, if requested; None for the answer's first token, which the prefill chose.
         prefilled: number of prompt tokens that are cached or computed so far, if requested (``return_progress``). It is
             set on outputs without tokens during the prefill, and on the output of the first token.
+        checked: tokens that ``QualityMeter`` has checked so far; None if there are none.
     """
 
     request_id: str
@@ -118,6 +136,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     error_code: ErrorCode | None = None
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    checked: CheckedTokens | None = None
 
     @property
     def is_progress(self) -> bool:
@@ -135,7 +154,7 @@ class TextOutput:
         stop_reason: on the last output, as in vLLM: the stop string or the stop token that ended the text, or
             ``repetition_detected``; else None.
         token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
-            prompt_logprobs, selections, prefilled, accepted_drafts, rejected_drafts: as in ``TokenOutput``.
+            prompt_logprobs, selections, prefilled, accepted_drafts, rejected_drafts, checked: as in ``TokenOutput``.
     """
 
     request_id: str
@@ -156,6 +175,7 @@ class TextOutput:
     stop_reason: str | int | None = None
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    checked: CheckedTokens | None = None
 
     @property
     def is_progress(self) -> bool:

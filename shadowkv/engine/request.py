@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from shadowkv.engine.outputs import RequestTimes
+from shadowkv.engine.outputs import CheckedTokens, RequestTimes
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.wording import counted
 
@@ -76,6 +76,7 @@ class Request:
         times: times of the request's events.
         cached_tokens: prompt tokens that the prefix cache had.
         accepted_drafts, rejected_drafts: numbers of drafted tokens that were accepted and rejected.
+        checked: tokens that ``QualityMeter`` has checked.
         passed: version of the prefix cache at which shorter prompts last overtook this one; -1 if none has.
     """
 
@@ -99,6 +100,7 @@ class Request:
     cached_tokens: int = 0
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    checked: CheckedTokens = field(default_factory=CheckedTokens)
     passed: int = -1
 
     @property

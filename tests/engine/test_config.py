@@ -39,6 +39,7 @@ SET = EngineConfig(
     override_generation_config={"top_k": 5},
     seed=7,
     speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    quality_meter=0.25,
     kv="quest",
     kv_dense_below=2048,
     prefill="sparse",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
-from shadowkv.eval.fidelity.follow import kl_divergence
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.eval.running.caches import prefill_all
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel

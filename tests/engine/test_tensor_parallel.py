@@ -381,3 +381,20 @@ def test_ranks_draft_with_their_own_heads(model: Path, monkeypatch: pytest.Monke
         while engine.scheduler.prefix_cache.evict():
             pass
         assert engine.cache.free == engine.cache.total
+
+
+def test_ranks_compute_narrow_steps(model: Path) -> None:
+    """Each rank searches its own heads, and removes the token of a narrow step."""
+    params = SamplingParams(max_tokens=90, temperature=1.0, seed=5, ignore_eos=True)
+
+    def said(engine: Engine) -> dict[str, list[int]]:
+        for length in (450, 300):
+            engine.add_request(str(length), prompt(length, length), params)
+        return {name: tokens(outputs) for name, outputs in drain(engine).items()}
+
+    with engine_of(model, 2, kv="turbo:budget=32") as engine:
+        wanted = said(engine)
+    with engine_of(model, 2, kv="turbo:budget=32", quality_meter=0.5) as engine:
+        assert said(engine) == wanted
+        checked = engine.stats().checked
+        assert checked is not None and checked.tokens > 50 and checked.kl > 0

@@ -10,13 +10,13 @@ import torch
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity.attention_loss import Reuse, attended_positions, exact_weights
 from shadowkv.eval.fidelity.follow import (
     Follower,
     acceptance_rate,
     follow,
-    kl_divergence,
     prefill_followers,
     with_exact_tails,
 )

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from shadowkv.engine.engine import EngineStats
-from shadowkv.engine.outputs import LayerSelections, RequestTimes, TextOutput, TokenLogprobs, TokenSelections
+from shadowkv.engine.outputs import (
+    CheckedTokens,
+    LayerSelections,
+    RequestTimes,
+    TextOutput,
+    TokenLogprobs,
+    TokenSelections,
+)
 from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.decode.fetching import FetchCounts
@@ -95,6 +102,7 @@ class FakeEngine:
     max_num_seqs = 4
     scheduling_policy = "fair"
     drafts = False
+    quality_meter = 0.0
     kv = "fake"
     max_concurrency = 2.5
     role = "both"
@@ -255,6 +263,7 @@ class FakeEngine:
                     stop_reason=self.stop_string if finish == "stop" else None,
                     selections=[None if count == 1 else SELECTIONS] if params.return_selections else None,
                     prefilled=len(prompt_token_ids) if params.return_progress and count == 1 else None,
+                    checked=CheckedTokens(count // 2, count / 16) if self.quality_meter and count > 1 else None,
                 )
                 if failed:
                     return

@@ -151,7 +151,7 @@ class EngineClient:
         config = facts.config
         self.max_queued_seqs, self.kv, self.role = config.max_queued_seqs, config.policy, config.role
         self.max_num_seqs, self.scheduling_policy = config.max_num_seqs, config.scheduling_policy
-        self.drafts = config.speculation is not None
+        self.drafts, self.quality_meter = config.speculation is not None, config.quality_meter
         self.sampling_defaults = facts.sampling_defaults
         self.stopping, self._ended, self._error = False, False, cast("str | None", None)
         self.name, self._numbers = secrets.token_hex(4), itertools.count()

@@ -11,6 +11,8 @@ Short prompts can join a step. The same pass computes them, and the step chooses
 With speculative decoding a step can have several rows of a sequence: one for its newest token, and one for each drafted
 token. A draft follows tokens that the host has seen. So no step is launched ahead if it is likely to have a draft, or
 if the step before it has drafts.
+
+With a quality meter, some steps are preceded by a narrow step of the same tokens (``QualityMeter``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.scheduling.drafted_rows import DraftedRows, cut_to_answer
 from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, HeldRows, Selected, joined
 from shadowkv.engine.scheduling.pacing import Mark, Pace
+from shadowkv.engine.scheduling.quality_meter import Checked, QualityMeter
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.engine.speculation.speculation import Speculation
@@ -38,6 +42,7 @@ class DecodeSteps:
         run_ahead: whether to launch a step before the previous step's tokens are read. On a CPU this has no benefit.
         pace: records the time that prompts add to a step.
         speculation: drafts tokens; None without speculative decoding.
+        meter: checks some steps; None without ``quality_meter``.
 
     Attributes:
         seconds: device time of the last step that had no prompts, without its draft steps. Steps that captured a CUDA
@@ -52,9 +57,10 @@ class DecodeSteps:
         run_ahead: bool,
         pace: Pace,
         speculation: Speculation | None = None,
+        meter: QualityMeter | None = None,
     ) -> None:
         self.runner, self.scheduler, self.run_ahead, self.pace = runner, scheduler, run_ahead, pace
-        self.speculation = speculation
+        self.speculation, self.meter = speculation, meter
         self.seconds = 0.0
         self._ahead: _Step | None = None
         self._behind: _Step | None = None
@@ -126,6 +132,11 @@ class DecodeSteps:
                 self.seconds = seconds
                 if self.speculation is not None and not step.eager:
                     self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.started))
+        if step.checked is not None and self.meter is not None:
+            step.computed.wait()
+            running = [step.rows[row] for row in step.checked.rows]
+            alive = [one if one in self.scheduler.running else None for one in running]
+            self.meter.take(alive, step.checked.kl.tolist())
         return joined(chosen, before)
 
     def following(self) -> ChosenRows | None:
@@ -185,6 +196,7 @@ class DecodeSteps:
             record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
         drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
+        narrow = None if self.meter is None else self.meter.narrow(rows, tokens, sources)
         started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
         decode = partial(self.runner.decode, [running.sequence for running in rows], tokens, sources, record, work)
@@ -195,15 +207,16 @@ class DecodeSteps:
                 raise
             drafts = []  # a step without drafts has fewer rows
             logits = decode(drafts)
+        counts = [1 + len(draft) for draft in drafts] or [1] * len(rows)
         if self.speculation is not None:
             newest = [len(one.request.output_token_ids) - (at < 0) for one, at in zip(rows, sources, strict=True)]
-            counts = [1 + len(draft) for draft in drafts] or [1] * len(rows)
             self.speculation.computed([running.request for running in rows], newest, counts)
+        checked = None if narrow is None else narrow.compared(logits, [0, *accumulate(counts)])
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
-        how = captured, eager
-        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *how, asking, record, count, drafts)
+        about = captured, eager, asking, record, count, drafts, checked
+        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *about)
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
         """Returns a draft for each row. Returns an empty list if nothing is drafted, or if draft steps ran out of
@@ -237,8 +250,9 @@ class _Step:
         record: SelectionRecord | None,
         prompt_tokens: int,
         drafts: list[list[int]],
+        checked: Checked | None,
     ) -> None:
-        self.rows, self.drafts, self.started = rows, drafts, started
+        self.rows, self.drafts, self.checked, self.started = rows, drafts, checked, started
         self.captured, self.eager, self._asking, self._record = captured, eager, asking, record
         self.prompt_tokens = prompt_tokens
         requests = [running.request for running in rows]

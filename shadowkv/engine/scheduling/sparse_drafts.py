@@ -17,6 +17,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.request import Request
 from shadowkv.engine.scheduling.model_drafts import ModelDrafts
 from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 DRAFT_SHARE = 0.5
@@ -32,8 +33,7 @@ class SparseDrafts(ModelDrafts):
     def _can_draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> list[bool]:
         """All requests can have a draft if a sequence of one of them is compressed. For sequences that are not
         compressed, draft steps attend to everything."""
-        compressed = any(group.compressed for sequence in sequences for group in (sequence, *sequence.other_groups))
-        return [compressed] * len(requests)
+        return [any(map(is_compressed, sequences))] * len(requests)
 
     def _logits(
         self, place: int, requests: Sequence[Request], sequences: Sequence[CachedSequence], sources: list[int]
@@ -42,6 +42,16 @@ class SparseDrafts(ModelDrafts):
         return self._runner.decode(list(sequences), newest, sources, None, (), (), True)
 
     def _undo(self, requests: Sequence[Request], sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
-        for sequence, length in zip(sequences, lengths, strict=True):
-            if sequence.length > length:
-                self._runner.cache.truncate(sequence, length)
+        cut_back(self._runner.cache, sequences, lengths)
+
+
+def is_compressed(sequence: CachedSequence) -> bool:
+    """Whether a group of layers has compressed tokens of the sequence."""
+    return any(group.compressed for group in (sequence, *sequence.other_groups))
+
+
+def cut_back(cache: KVCache, sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
+    """Removes the tokens that draft steps have appended. ``lengths`` are those of the sequences before these steps."""
+    for sequence, length in zip(sequences, lengths, strict=True):
+        if sequence.length > length:
+            cache.truncate(sequence, length)

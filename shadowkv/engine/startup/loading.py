@@ -99,6 +99,7 @@ def load_engine_parts(
         below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
     config.check_drafts(layout)
+    check_quality_meter(config, layout)
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
@@ -106,6 +107,22 @@ def load_engine_parts(
     ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def check_quality_meter(config: EngineConfig, layout: Layout) -> None:
+    """Raises SettingsError if there is a quality meter, but steps with a cache of ``layout`` cannot be measured."""
+    if not config.quality_meter:
+        return
+    reason = None
+    if not layout.spec.selects:
+        reason = "attends to every token; the meter needs a policy that selects tokens in every step, such as turbo"
+    elif layout.spec.native:
+        reason = "selects as much as the model's own indexer does, so there is no budget to measure"
+    elif layout.recurrent is not None:
+        reason = "keeps recurrent states of this model, which the meter's steps would change"
+    if reason is not None:
+        meter = f"quality_meter={config.quality_meter}"
+        raise SettingsError(f"{meter}: kv={config.policy!r} {reason}", ["quality_meter", "kv"])
 
 
 def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:

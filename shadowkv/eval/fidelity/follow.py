@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.runner import Runner
+from shadowkv.engine.scheduling.quality_meter import kl_divergence
 from shadowkv.eval.fidelity.attention_loss import AttentionLoss, Reuse
 from shadowkv.eval.fidelity.measured import Measured
 from shadowkv.eval.fidelity.observed import Attended, ObservedCache
@@ -55,13 +56,6 @@ def with_exact_tails(policies: Sequence[Policy], tokens: int) -> list[Policy]:
     if len(with_twins) == len(policies):
         raise ValueError(f"--exact-tails has no effect on {', '.join(policy.label for policy in policies)}")
     return with_twins
-
-
-def kl_divergence(reference: Tensor, logits: Tensor) -> Tensor:
-    """Returns KL(reference || logits) in nats, [n], of the distributions given by logits [n, V]; V is the size of the
-    vocabulary."""
-    log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))  # float32 makes small KLs negative
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def acceptance_rate(reference: Tensor, logits: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.sequences.sequence import CachedSequence, Tables
 from shadowkv.ops.sampling import row_seeds
 
+NARROW = 4
+"""Where every step selects, a draft step selects this many times less (``QualityMeter``)."""
+
 
 class DecodePlanner:
     """Plans decode steps of a pool's sequences.
@@ -50,7 +53,8 @@ class DecodePlanner:
             counts: number of new tokens of each sequence, at most ``most_tokens``. None for one token each. A sequence
                 has a row for each of its new tokens. Row j attends to the tokens up to its own, as it would in a step
                 of its own after j other steps.
-            drafting: whether the step is a draft step. In a draft step the index selects, if the policy has an index.
+            drafting: whether the step is a draft step, in which the index selects, if the policy has an index. If the
+                index selects in every step, it selects 1 / ``NARROW`` as much in a draft step.
             compress: as for ``KVCache.plan_decode``, without the group's number.
 
         Raises ValueError if a sequence has no room for its new tokens.
@@ -83,7 +87,7 @@ class DecodePlanner:
         if counts is not None:
             own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # index of each row within its sequence
             numbers = numbers._replace(length=numbers.length + own)
-        segments, of_sequence = self._segments(numbers)
+        segments, of_sequence = self._segments(numbers, drafting and spec.selects)
         budget = segments.top_k + segments.sampled
         return GroupPlan(
             numbers,
@@ -170,8 +174,9 @@ class DecodePlanner:
             self.spec.selects,
         )
 
-    def _segments(self, numbers: SequenceNumbers) -> tuple[SegmentNumbers, np.ndarray | None]:
-        """Returns the segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``)."""
+    def _segments(self, numbers: SequenceNumbers, narrow: bool) -> tuple[SegmentNumbers, np.ndarray | None]:
+        """Returns the segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``). If
+        ``narrow``, the budget is divided by ``NARROW``."""
         tables, spec = self.tables, self.spec
         count, slots = tables.segments[numbers.slot], numbers.slot
         if count.max() <= 1:
@@ -196,6 +201,7 @@ class DecodePlanner:
         # ``rounded`` leaves room for this many chunks. Without the limit, a long tail that is not compressed yet would
         # raise the budget of the last segment further.
         budget = np.minimum(budget, spec.budget_chunks(end - first + spec.local + PAGE))
+        budget = -(-budget // NARROW) if narrow else budget
         budget = np.where(end > first, budget, 0)
         sampled = self.layout.parts.index.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)

@@ -64,6 +64,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "watermarking": (False,),
     "include_reasoning": (True,),
     "return_selections": (False,),
+    "return_quality": (False,),
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),

@@ -340,6 +340,11 @@ class _EngineFigures(Collector):
             yield counter
         if stats.speculation is not None:
             yield from self._drafts(stats.speculation)
+        if stats.checked is not None:
+            text = "KL of checked tokens' distributions from those with a quarter of the budget, in nats."
+            summary = SummaryMetricFamily(f"{self._prefix}:quality_meter_kl", text, labels=["model_name"])
+            summary.add_metric([self._model], stats.checked.tokens, stats.checked.kl)
+            yield summary
         yield from self._prefixes(stats.prefixes)
 
     def _drafts(self, stats: SpeculationStats) -> Iterator[Metric]:

@@ -27,15 +27,24 @@ class CompletionTokensDetails(Answer):
     rejected_prediction_tokens: int = 0
 
 
+class Quality(Answer):
+    """What the quality meter has found. ``checked_tokens`` says for how many tokens of the answers a quarter of the
+    budget was tried. ``kl`` is their mean KL(budget || quarter of it) in nats, null if there are none."""
+
+    checked_tokens: int
+    kl: float | None
+
+
 class Usage(Answer):
     """Token counts. ``completion_tokens_details`` is present if the server separates reasoning from text, or if the
-    request has a ``prediction``."""
+    request has a ``prediction``; ``quality`` if the request has ``return_quality``."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
+    quality: Quality | None = None
 
 
 class KVTransfer(Answer):

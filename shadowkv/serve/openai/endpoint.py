@@ -207,6 +207,8 @@ async def _prepare(
     if body.priority and engine.scheduling_policy != "priority":
         text = f"priority={body.priority} needs a server with --scheduling-policy priority, this one has"
         raise ApiError(f"{text} {engine.scheduling_policy}", param="priority")
+    if request.return_quality and not engine.quality_meter:
+        raise ApiError("return_quality=true needs a server with --quality-meter", param="return_quality")
     parsers = [endpoint.tool_parser(request) for _ in range(len(sizes) * request.n)]
     if request.output_schema is not None:
         try:

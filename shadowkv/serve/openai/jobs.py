@@ -214,7 +214,8 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """Token counts so far. The tokens of a prompt are counted once for all of its choices. If the server separates
         reasoning from text, there is also a count of reasoning tokens. If the request has a prediction, there are
-        counts of accepted and of rejected drafted tokens."""
+        counts of accepted and of rejected drafted tokens. If the request asks, there is what the quality meter has
+        found."""
         prompts = [output for index, output in self.last_outputs.items() if index % self.request.n == 0]
         thinks = any(reasoning is not None for reasoning in self.reasoning)
         details = {"reasoning_tokens": self.thinking_tokens} if thinks else {}
@@ -223,6 +224,8 @@ class Job:
             details["accepted_prediction_tokens"] = sum(output.accepted_drafts for output in outputs)
             details["rejected_prediction_tokens"] = sum(output.rejected_drafts for output in outputs)
         separate = {"completion_tokens_details": details} if details else {}
+        if self.request.return_quality:
+            separate["quality"] = _quality(self.last_outputs.values())
         return {**_usage(prompts, self.last_outputs.values()), **separate}
 
     def usage_of(self, index: int, has_begun: bool = True) -> dict[str, Any]:
@@ -274,6 +277,12 @@ def _usage(prompts: Iterable[TextOutput], answers: Iterable[TextOutput]) -> dict
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts)},
     }
+
+
+def _quality(answers: Iterable[TextOutput]) -> dict[str, Any]:
+    checked = [output.checked for output in answers if output.checked is not None]
+    tokens = sum(one.tokens for one in checked)
+    return {"checked_tokens": tokens, "kl": sum(one.kl for one in checked) / tokens if tokens else None}
 
 
 def _matched_stop(output: TextOutput) -> str | int | None:

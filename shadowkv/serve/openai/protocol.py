@@ -189,7 +189,6 @@ Salt = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 
-
 Stops = Annotated[StopStrings, BeforeValidator(_one_or_many, json_schema_input_type=StopString | StopStrings)]
 
 
@@ -241,6 +240,7 @@ class GenerationRequest(Sampling):
     stream_options: StreamOptions | None = None
     return_selections: bool = SamplingParams.return_selections
     return_progress: bool = SamplingParams.return_progress
+    return_quality: bool = False
     timings_per_token: bool = False
     kv_transfer_params: KVTransferParams | None = None
     request_id: Name | None = None
