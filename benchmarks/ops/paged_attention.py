@@ -4,27 +4,31 @@ On a GPU, the attention is Llama-3.1-8B's (32 query and 8 kv heads of 128). On a
 heads of 64), over pages that together are much larger than the CPU's caches. CPU times are wall-clock times, in rounds
 that alternate between the backends. Every result is checked against a softmax in float64.
 
-``verified_rows`` measures steps that verify drafts, with 1, 4 and 8 rows for every sequence, over exact keys and values
-in compressed pages. In ``rows``, each row is a row of the batch, as in engine steps. In ``folded``, the rows of a
-sequence are further query heads of each kv head, so that thread blocks that read the same keys are neighbours.
+``verified_rows`` measures steps that verify drafts, on a GPU, with 1, 4 and 8 rows for every sequence. Tokens are
+``pages`` of exact keys and values, or compressed pages of ``dense`` or ``fp8`` rows (``attend_coded``). In ``each``,
+every row reads the pages. In ``folded``, the op is told which rows belong to one sequence, as in engine steps. The
+floor is the larger time of reading every key and value once, and of all products.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.ops.timing import READ_SPEED, Row, against_floor, bench, microseconds
+from shadowkv.kvcache.codecs.fp8 import Fp8Rows
 from shadowkv.kvcache.memory.arenas import Field, Tier
-from shadowkv.ops.attend_coded import cuda_dense
-from shadowkv.ops.attend_selected.sources import DenseRows
+from shadowkv.ops.attend_coded import cuda_dense, cuda_fp8
+from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.paged_attention import cuda
 from shadowkv.ops.registry import PREFERENCE, Ops
+from shadowkv.ops.sequence_rows import SequenceRows
 
 Call = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 SHAPES = {"cpu": (3, 3, 64), "cuda": (8, 4, 128)}
@@ -45,12 +49,13 @@ ROUNDS = 9
 VERIFIED = [(1, 61440), (15, 61440), (7, 124928)]
 """Number of sequences, and tokens of each sequence: a single one, and the largest batches of ``full`` on an H200."""
 ROWS_OF_SEQUENCE = (1, 4, 8)
-DenseCall = tuple[Tensor, DenseRows, DenseRows, Tensor, Tensor]
+PRODUCT_SPEED = 989e12
+"""Peak of an H200's 16-bit products, in operations per second."""
 
 
 def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
     """Returns the arguments of one call per layer, on views like the KV cache's. Each layer evicts the previous one
-    from the caches."""
+    from the caches. With uint8, keys and values are 8-bit floats (e4m3), and queries bfloat16."""
     heads, group, dim = SHAPES[device]
     used = [-(-length // PAGE) for length in lengths]
     fields = [Field(name, (heads, PAGE, dim), dtype) for name in "kv"]
@@ -59,14 +64,18 @@ def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
     tier = Tier("device", layers, block, sum(used), torch.device(device))
     views = tier.views(fields)
     for layer in range(layers):
-        tier.arena[layer].view(dtype).normal_()
+        if dtype == torch.uint8:
+            codes = tier.arena[layer].random_()
+            codes.masked_fill_(codes % 128 == 127, 0)  # NaN
+        else:
+            tier.arena[layer].view(dtype).normal_()
     page_ids = torch.tensor(tier.allocate(sum(used)))[torch.randperm(sum(used))]
     pages = torch.zeros(len(lengths), max(used), dtype=torch.int64)
     counts = torch.zeros_like(pages)
     for row, (length, count) in enumerate(zip(lengths, used)):
         pages[row, :count], page_ids = page_ids[:count], page_ids[count:]
         counts[row, :count] = (length - PAGE * torch.arange(count)).clamp(max=PAGE)
-    q = torch.randn(len(lengths), heads * group, dim).to(device, dtype)
+    q = torch.randn(len(lengths), heads * group, dim).to(device, torch.bfloat16 if dtype == torch.uint8 else dtype)
     pages, counts = pages.to(device), counts.to(device)
     return [(q, views["k"][layer], views["v"][layer], pages, counts) for layer in range(layers)]
 
@@ -143,49 +152,64 @@ def paged_attention_cpu(case: tuple[str, torch.dtype]) -> list[Row]:
     return rows
 
 
-def folded(q: Tensor, rows: int, heads: int) -> Tensor:
-    """Turns queries [S * rows, H * G, d] into [S, H * rows * G, d], with all queries of a kv head side by side (S
-    sequences, H kv heads, G query heads per kv head, d dimensions)."""
-    return q.unflatten(0, (-1, rows)).unflatten(2, (heads, -1)).transpose(1, 2).flatten(1, 3)
+def coded_rows(stored: Tensor, pages: Tensor, kind: str) -> DenseRows | CodedRows:
+    """Returns stored pages as rows of compressed pages."""
+    rows, (_, heads, _, dim) = stored.unflatten(2, (PAGE // 8, 8)), stored.shape
+    if kind == "dense":
+        return DenseRows(rows, pages)
+    state = torch.full((1, heads, 1), 0.01, device=stored.device)
+    scale = torch.empty(1, heads, PAGE, 0, device=stored.device)
+    return CodedRows(rows, scale, Fp8Rows(), dim, None, pages, None, (state,), torch.zeros_like(pages[:, 0]))
 
 
-def unfolded(out: Tensor, rows: int, heads: int) -> Tensor:
-    """Undoes ``folded``."""
-    return out.unflatten(1, (heads, rows, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+def verifying(
+    layers: Sequence[Call], q: Tensor, rows: int, kind: str, sequences: SequenceRows | None
+) -> list[Callable[[], tuple[Tensor, Tensor]]]:
+    """Returns a call for each layer of ``problem``, with queries [S * rows, H * G, d]."""
+    made = list[Callable[[], tuple[Tensor, Tensor]]]()
+    for _, k, v, of_sequences, _ in layers:
+        pages = of_sequences.repeat_interleave(rows, 0)
+        if kind == "pages":
+            counts = torch.full_like(pages, PAGE)
+            counts[:, -1] -= torch.arange(rows, device=q.device).flip(0).repeat(len(of_sequences))
+            made.append(partial(cuda.paged_attention, q, k, v, pages, counts, sequences))
+        else:
+            attend = cuda_dense.attend_coded if kind == "dense" else cuda_fp8.attend_coded
+            begin = torch.zeros_like(pages[:, 0])
+            keys, values = (coded_rows(x, pages, kind) for x in (k, v))
+            made.append(partial(attend, q, keys, values, begin, begin + PAGE * pages.shape[1], sequences))
+    return made
 
 
-@bench(VERIFIED, lambda: not cuda_dense.missing())
-def verified_rows(case: tuple[int, int]) -> list[Row]:
-    """A row for each kernel and number of rows, after a check that ``rows`` and ``folded`` give the same results."""
-    from shadowkv.ops.attend_coded import triton
-
-    count, tokens = case
-    heads, group, dim = SHAPES["cuda"]
-    stored = problem([tokens] * count, torch.bfloat16, "cuda")
-    floor = 2 * count * tokens * heads * dim * 2 / READ_SPEED * 1e6
+@bench(
+    [(kind, *batch) for kind in ("pages", "dense", "fp8") for batch in VERIFIED],
+    lambda: not (cuda.missing() or cuda_dense.missing() or cuda_fp8.missing()),
+)
+def verified_rows(case: tuple[str, int, int]) -> list[Row]:
+    """A row for each number of rows, with and without ``sequences``, after a check that both give the same results."""
+    (kind, count, tokens), (heads, group, dim) = case, SHAPES["cuda"]
+    dtype = torch.uint8 if kind == "fp8" else torch.bfloat16
+    layers, nbytes = problem([tokens] * count, dtype, "cuda"), bytes_read([tokens] * count, dtype, "cuda")
     results: list[Row] = []
     first: dict[str, float] = {}
     for rows in ROWS_OF_SEQUENCE:
-        q = torch.randn(count * rows, heads * group, dim, device="cuda", dtype=torch.bfloat16)
-        calls: dict[str, list[DenseCall]] = {"rows": [], "folded": []}
-        for _, k, v, pages, _ in stored:
-            shaped = [x.unflatten(2, (PAGE // 8, 8)) for x in (k, v)]
-            for name, each, asked in (("rows", rows, q), ("folded", 1, folded(q, rows, heads))):
-                table = pages.repeat_interleave(each, 0)
-                end = torch.full((len(table),), tokens, device="cuda")
-                keys, values = (DenseRows(x, table) for x in shaped)
-                calls[name].append((asked, keys, values, torch.zeros_like(end), end))
-        plain, merged = (cuda_dense.attend_coded(*calls[name][0])[0].float() for name in calls)
-        worst = float((plain - unfolded(merged, rows, heads)).abs().max() / plain.abs().max())
+        q = torch.randn(count * rows, heads * group, dim, device="cuda").bfloat16()
+        sequences = SequenceRows(rows * torch.arange(count + 1, device="cuda"), rows)
+        timed = {
+            "each": verifying(layers, q, rows, kind, None),
+            "folded": verifying(layers, q, rows, kind, sequences),
+        }
+        each, folded = (made[0]()[0].float() for made in timed.values())
+        worst = float((each - folded).abs().max() / each.abs().max())
         if not worst < 0.02:
-            raise SystemExit(f"rows and folded rows differ by {worst} of the largest output")
-        timed = {f"cuda {name}": [partial(cuda_dense.attend_coded, *call) for call in calls[name]] for name in calls}
-        timed["triton rows"] = [partial(triton.attend_coded, *call) for call in calls["rows"]]
+            raise SystemExit(f"{kind}: rows and folded rows differ by {worst} of the largest output")
+        products = 4 * count * rows * tokens * heads * group * dim
+        floor = 1e6 * max(nbytes / READ_SPEED, products / PRODUCT_SPEED)
         for name, functions in timed.items():
             time = microseconds(functions)
-            ratio = time / first.setdefault(name, time)
+            of_one = time / first.setdefault(name, time)
             results.append({
-                "shape": f"{count} x {tokens}", "rows": rows, "kernel": name, "us": round(time, 1),
-                "of one row": round(ratio, 3), "floor us": round(floor, 1),
+                "shape": f"{count} x {tokens}", "stored": kind, "rows": rows, "kernel": name, "us": round(time, 1),
+                "of one row": round(of_one, 3), "floor us": round(floor, 1),
             })  # fmt: skip
     return results

@@ -418,8 +418,8 @@ class KVCache:
         return Batch(tuple(parts))
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
-        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps, with drafts or
-        without. ``batch`` sets the number of rows; None rounds it up too."""
+        """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps, with drafts of
+        different lengths or without. ``batch`` sets the number of rows; None rounds it up too."""
         of_all = zip(self.groups, plan.groups, strict=True)
         groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import KINDS, PLAIN, SEEDED, counts, said
+from folding_ops import fold
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
@@ -228,8 +229,26 @@ def test_answers_with_graphs_are_those_without_drafts(make: Any, monkeypatch: py
     assert answers(engine, kinds * 2) == wanted
     assert min(counts(engine)) > 30
     assert engine.runner.graphs is not None
-    assert {key[6] for key in engine.runner.graphs.graphs if len(key) == 8} == {True, False}
+    assert {key[6] for key in engine.runner.graphs.graphs if len(key) == 11} == {True, False}
     assert_empty(engine)
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_pages_are_read_once_for_all_rows_of_a_sequence(
+    make: Any, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """By ops that can, also if some drafts end early, and beside rows of padding."""
+    kinds = [*KINDS[:4], replace(SEEDED, max_tokens=90), replace(PLAIN, temperature=0.7, seed=3, stop_token_ids=(9,))]
+    wanted = answers(make(kv="full", max_num_seqs=5), kinds * 2)
+    engine = make(kv=NARROW, max_num_seqs=5)
+    if graphs:
+        engine = with_graphs(engine, monkeypatch, Graph)
+    engine.runner._fused = None  # it has attention of its own
+    calls = fold(engine.cache.ops, monkeypatch)
+    assert answers(engine, kinds * 2) == wanted
+    assert {op for op, _ in calls} == {"paged_attention", "attend_coded"}
+    assert min(counts(engine)) > 30 and {most for _, most in calls} > {2, 5, 7}
 
 
 @pytest.mark.usefixtures("opened")

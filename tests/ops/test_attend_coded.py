@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from devices import DEVICE, INTERPRETED, ON_GPU, TRITON_RUNS
+from ragged_rows import with_rows
 from torch import Tensor
 from whole_levels import with_whole_levels
 
@@ -212,6 +213,22 @@ def test_attention_is_that_of_the_decoded_rows(
     # In CUDA queries and weights have 16 bits, and the mean key's cosines and sines are float16.
     error = 2e-5 if backend is not cuda else 2e-4 if rope is None else 4e-3
     assert_both_close(found, expected, error)
+
+
+@EVERY
+@pytest.mark.parametrize(("keys", "values", "rope"), [("rows", "rows", None), ("fp8", "lloyd-4bit", TURNS)])
+@pytest.mark.parametrize("counts", [[1, 4, 0, 3], [9, 2], [40]], ids=str)
+def test_rows_of_a_sequence_attend_as_rows_for_themselves(
+    backend: ModuleType, keys: str, values: str, rope: RopeConfig | None, counts: list[int], seed: int
+) -> None:
+    """Up to more rows than the kernel takes together."""
+    if not serves(backend, keys, values, 64, rope):
+        pytest.skip("not one of the backend's formats")
+    stored, weighed = Stored(keys, 2, 64, 1, rope), Stored(values, 2, 64, 1)
+    q, begin = torch.randn(len(ENDS), 6, 64, device=DEVICE), torch.tensor([0, 0, 8, 0, 64, 16], device=DEVICE)
+    args = with_rows((q, stored.source, weighed.source, begin, stored.end), counts)
+    expected = tuple(x.double() for x in backend.attend_coded(*args[:-1]))
+    assert_both_close(backend.attend_coded(*args), expected, 2e-5)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="slow")

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from plain_formulas import attend
+from ragged_rows import with_rows
 from torch import Tensor
 
 from shadowkv.ops.attend_coded import cuda_dense
@@ -29,8 +30,8 @@ needs_cuda = pytest.mark.skipif(bool(cuda_dense.missing()), reason="no CUDA devi
 Problem = tuple[Tensor, DenseRows, DenseRows, Tensor, Tensor]
 
 
-def problem(heads: int, group: int, dim: int, device: str, dtype: torch.dtype, rows_of_each: int = 1) -> Problem:
-    """Rows of 10 pages, of which ``rows_of_each`` share theirs; tokens that no row attends to are NaN."""
+def problem(heads: int, group: int, dim: int, device: str, dtype: torch.dtype) -> Problem:
+    """Rows of 10 pages; tokens that no row attends to are NaN."""
     batch, pages = len(END), 10
     begin, end = torch.tensor(BEGIN, device=device), torch.tensor(END, device=device)
     table = torch.randperm(2 * batch * pages, device=device)[: batch * pages].view(batch, pages)
@@ -42,7 +43,6 @@ def problem(heads: int, group: int, dim: int, device: str, dtype: torch.dtype, r
         new = torch.randn(batch, pages, heads, PAGE, dim, device=device).to(dtype)
         rows[table] = new.masked_fill(~there, math.nan)
         stored.append(rows.unflatten(2, (PAGE // 8, 8)))
-    table, begin, end = (x.repeat_interleave(rows_of_each, 0) for x in (table, begin, end))
     q = torch.randn(len(end), heads * group, dim, device=device).to(dtype)
     return q, DenseRows(stored[0], table), DenseRows(stored[1], table), begin, end
 
@@ -87,11 +87,15 @@ def test_a_range_that_ends_before_it_begins_is_empty() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("rows_of_each", [1, 2, 4, 8])
+@pytest.mark.parametrize("counts", [None, [1], [2], [4], [8], [3, 0, 1, 7, 8, 5]], ids=str)
 @pytest.mark.parametrize(("heads", "group", "dim"), [(2, 1, 64), (3, 3, 128), (8, 4, 128), (2, 8, 64), (1, 8, 256)])
-def test_the_kernel_is_off_by_rounding_alone(seed: int, heads: int, group: int, dim: int, rows_of_each: int) -> None:
-    args = problem(heads, group, dim, "cuda", torch.bfloat16, rows_of_each)
-    check(cuda_dense.attend_coded(*args), args)
+def test_the_kernel_is_off_by_rounding_alone(
+    seed: int, heads: int, group: int, dim: int, counts: list[int] | None
+) -> None:
+    """``counts`` are the numbers of rows of sequences; None for rows for themselves."""
+    args = problem(heads, group, dim, "cuda", torch.bfloat16)
+    call = (*args, None) if counts is None else with_rows(args, counts)
+    check(cuda_dense.attend_coded(*call), call[:-1])
 
 
 def test_refuses_other_rows(seed: int) -> None:

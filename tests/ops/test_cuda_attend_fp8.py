@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ragged_rows import BEGIN, END, check_replays
+from ragged_rows import BEGIN, END, check_replays, with_rows
 from torch import Tensor
 
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
@@ -72,6 +72,13 @@ def check(found: tuple[Tensor, Tensor], args: Problem) -> None:
 def test_ragged_rows(seed: int, heads: int, group: int, dim: int, chunk: int) -> None:
     args = problem(heads, group, dim, chunk)
     check(cuda_fp8.attend_coded(*args), args)
+
+
+@pytest.mark.parametrize("counts", [[1], [2], [4], [8], [3, 0, 1, 7, 8, 5]], ids=str)
+@pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+def test_rows_of_a_sequence(seed: int, heads: int, group: int, dim: int, counts: list[int]) -> None:
+    args = with_rows(problem(heads, group, dim), counts)
+    check(cuda_fp8.attend_coded(*args), args[:-1])
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 7, 10])

@@ -6,11 +6,13 @@ from itertools import product
 import pytest
 import torch
 from precision import assert_close_like_lowp
+from ragged_rows import sequences_of
 from torch import Tensor
 
 from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.paged_attention import cuda, reference
+from shadowkv.ops.sequence_rows import SequenceRows
 
 if cuda.missing():
     pytest.skip("no CUDA device, or the op was not built", allow_module_level=True)
@@ -81,6 +83,38 @@ def test_any_number_of_valid_tokens_in_any_page(seed, heads, group, dim, batch, 
 def test_every_count_of_one_page(seed, heads, group, dim):
     args = case(heads, group, dim, torch.arange(PAGE + 1)[:, None])
     check(cuda.paged_attention(*args), args)
+
+
+def drafted(args: tuple[Tensor, ...], rows: list[int]) -> tuple[tuple[Tensor, ...], SequenceRows]:
+    """Turns rows into sequences of several rows. The last row of a sequence has all tokens, and each row before it has
+    one fewer."""
+    _, k, v, pages, counts = args
+    of_all = [rows[row % len(rows)] for row in range(len(counts))]
+    row = torch.arange(len(counts), device="cuda").repeat_interleave(torch.tensor(of_all, device="cuda"))
+    own = counts[row].cpu()
+    fewer = [after for count in of_all for after in reversed(range(count))]
+    for of_row, less in zip(own, fewer, strict=True):
+        for entry in of_row.nonzero().flatten().flip(0).tolist():
+            less -= (taken := min(less, int(of_row[entry])))
+            of_row[entry] -= taken
+    q = (2 * torch.randn(len(row), *args[0].shape[1:], device="cuda")).bfloat16()
+    return (q, k, v, pages[row], own.cuda()), sequences_of(of_all, "cuda")
+
+
+@shapes
+@pytest.mark.parametrize("rows", [[1], [2], [4], [8], [3, 0, 1, 7, 8, 5]], ids=str)
+@pytest.mark.parametrize("split", [1, 3])
+def test_rows_of_a_sequence(seed, monkeypatch, heads, group, dim, rows, split):
+    """Their ends are in one tile, in two, or in several pages, and a row can have no tokens at all."""
+    monkeypatch.setattr(cuda, "splits", lambda *args: split)
+    args, sequences = drafted(case(heads, group, dim, ragged(9, 7)), rows)
+    check(cuda.paged_attention(*args, sequences), args)
+
+
+def test_sequences_can_have_fewer_rows_than_there_is_room_for(seed):
+    args, sequences = drafted(case(2, 4, 128, ragged(9, 7)), [2, 1, 0])
+    wide = SequenceRows(sequences.starts, 16)
+    check(cuda.paged_attention(*args, wide), args)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3, 7, 40, 90])

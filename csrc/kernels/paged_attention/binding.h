@@ -5,17 +5,25 @@
 
 #include "kernels/common/checks.h"
 
+#include <optional>
 #include <utility>
 
 namespace shadowkv {
 
 // What is the same for all kinds of rows; the dtypes and shapes of q, k, v and pages have been checked already. The
-// number of splits follows from the size of the partial results.
+// number of splits follows from the size of the partial results. `starts` are the first rows of sequences with up to
+// `most_rows` each; without them each row is a sequence.
 template <typename Rows>
 PagedInputs<Rows> paged_inputs(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, int64_t splits, const Rows& rows) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const std::optional<Tensor>& starts,
+    int64_t most_rows, int64_t splits, const Rows& rows) {
   using Element = typename Rows::Element;
-  const int64_t batch = q.size(0), query_heads = q.size(1), heads = k.size(1);
+  const int64_t query_heads = q.size(1), heads = k.size(1);
+  if (starts) check_dense(*starts, "starts of sequences", Dtype::Long, {-1});
+  const int64_t sequences = starts ? starts->size(0) - 1 : q.size(0);
+  STD_TORCH_CHECK(
+      sequences >= 0 && most_rows > 0 && (starts || most_rows == 1), sequences, " sequences with up to ", most_rows,
+      " rows");
   check_dense_from(q, "q", 0);
   for (const auto& [x, name] : {std::pair{&k, "k"}, {&v, "v"}, {&pages, "pages"}}) check_dense_from(*x, name, 1);
   for (const auto& [x, name] : {std::pair{&q, "q"}, {&k, "k"}, {&v, "v"}})
@@ -23,15 +31,16 @@ PagedInputs<Rows> paged_inputs(
   STD_TORCH_CHECK(
       heads > 0 && query_heads % heads == 0, query_heads, " query heads are no multiple of ", heads, " kv heads");
   STD_TORCH_CHECK(splits > 0, "no room for ", splits, " splits");
-  check_blocks(batch, "sequences");
+  check_blocks(sequences, "sequences");
   check_blocks(heads, "kv heads");
   return {
       static_cast<const __nv_bfloat16*>(q.data_ptr()),
       static_cast<const Element*>(k.data_ptr()),
       static_cast<const Element*>(v.data_ptr()),
       static_cast<const int64_t*>(pages.data_ptr()),
-      k.stride(0), v.stride(0), pages.stride(0),
-      int(batch), int(heads), int(query_heads / heads), int(pages.size(1)), int(splits), rows};
+      starts ? static_cast<const int64_t*>(starts->data_ptr()) : nullptr,
+      k.stride(0), v.stride(0), pages.stride(0), int(sequences), int(most_rows), int(heads), int(query_heads / heads),
+      int(pages.size(1)), int(splits), rows};
 }
 
 inline PagedOutputs paged_outputs(
@@ -47,33 +56,35 @@ inline PagedOutputs paged_outputs(
 }
 
 template <typename Rows, int kDim, int kBlocks, bool kAhead>
-void launch_paged_kernel(const PagedInputs<Rows>& in, const PagedOutputs& to, cudaStream_t stream) {
-  const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
-  const dim3 grid(in.splits * query_blocks, in.heads, in.batch);
+void launch_paged_kernel(
+    const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t query_heads, cudaStream_t stream) {
+  const dim3 grid(in.splits * in.query_blocks(), in.heads, in.sequences);
   paged_attention_kernel<Rows, kDim, kBlocks, kAhead><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
   check_launch("paged_attention");
   if (in.splits == 1) return;
   // The merge's blocks start while the last partial results are computed, and wait for them in the kernel.
   const cudaError_t error = launch_early(
-      merge_splits_kernel<kDim, __nv_bfloat16>, in.batch * in.heads * in.group, kMergeThreads, 0, stream, to, in.splits);
+      merge_splits_kernel<kDim, __nv_bfloat16>, query_heads, kMergeThreads, 0, stream, to, in.splits);
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
 }
 
 // Runs attention with the arguments of paged_inputs and paged_outputs.
 template <typename Rows>
 void launch_paged_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const Rows& rows, const Tensor& out,
-    const Tensor& lse, const Tensor& partial_out, const Tensor& partial_lse) {
-  const auto in = paged_inputs(q, k, v, pages, partial_lse.size(2), rows);
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pages, const std::optional<Tensor>& starts,
+    int64_t most_rows, const Rows& rows, const Tensor& out, const Tensor& lse, const Tensor& partial_out,
+    const Tensor& partial_lse) {
+  const auto in = paged_inputs(q, k, v, pages, starts, most_rows, partial_lse.size(2), rows);
   const PagedOutputs to = paged_outputs(q, out, lse, partial_out, partial_lse);
-  if (in.batch == 0) return;
+  if (in.sequences == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const cudaStream_t stream = current_stream(q);
+  const int64_t query_heads = q.size(0) * q.size(1);
   switch (q.size(2)) {
-    case 64: return launch_paged_kernel<Rows, 64, Rows::kBlocks[0], true>(in, to, stream);
-    case 96: return launch_paged_kernel<Rows, 96, Rows::kBlocks[1], true>(in, to, stream);
-    case 128: return launch_paged_kernel<Rows, 128, Rows::kBlocks[2], true>(in, to, stream);
-    case 256: return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead>(in, to, stream);
+    case 64: return launch_paged_kernel<Rows, 64, Rows::kBlocks[0], true>(in, to, query_heads, stream);
+    case 96: return launch_paged_kernel<Rows, 96, Rows::kBlocks[1], true>(in, to, query_heads, stream);
+    case 128: return launch_paged_kernel<Rows, 128, Rows::kBlocks[2], true>(in, to, query_heads, stream);
+    case 256: return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead>(in, to, query_heads, stream);
     default: STD_TORCH_CHECK(false, "head dim ", q.size(2), " is not 64, 96, 128 or 256");
   }
 }

@@ -4,6 +4,9 @@
 // Keys and values go from global memory directly into tensor-core fragments: the products may take the dimensions of a
 // head in any order, so a fragment is whatever 16-byte loads of whole sectors return, and shared memory is only needed
 // at the end. Rows may be of any kind in paged_rows.cuh.
+//
+// Consecutive rows of queries can belong to one sequence: its tokens are read once for all of them, as if the queries
+// of its rows were further query heads.
 #pragma once
 
 #include "constants.h"
@@ -11,6 +14,8 @@
 #include "kernels/common/merge_splits.cuh"
 #include "kernels/common/mma.cuh"
 #include "paged_rows.cuh"
+
+#include <cfloat>
 
 namespace shadowkv {
 
@@ -20,16 +25,43 @@ constexpr int kPagedWarps = kPage / kPagedTile;
 // Strides count elements, page strides elements between consecutive page ids.
 template <typename Rows>
 struct PagedInputs {
-  const __nv_bfloat16* q;          // [batch, heads * group, dim], contiguous
+  const __nv_bfloat16* q;          // [rows, heads * group, dim], contiguous
   const typename Rows::Element* k; // pages of [heads, 64, dim]
   const typename Rows::Element* v;
-  const int64_t* pages; // [batch, entries]
+  const int64_t* pages;  // [rows, entries]
+  const int64_t* starts; // [sequences + 1], first row of each sequence; null if each sequence has one row
   int64_t k_page, v_page, pages_row;
-  int batch, heads, group, entries, splits;
+  int sequences, most_rows, heads, group, entries, splits; // most_rows: of a sequence
   Rows rows;
+
+  __host__ __device__ int query_blocks() const { return (most_rows * group + kPagedQueries - 1) / kPagedQueries; }
 };
 
-using PagedOutputs = SplitOutputs<__nv_bfloat16>; // rows: batch * heads * group
+// The queries of a block: some of those of all rows of a sequence, for one kv head.
+struct PagedBlock {
+  int first_row, rows; // of the sequence
+  int first, queries;
+
+  template <typename Rows>
+  static __device__ __forceinline__ PagedBlock of(const PagedInputs<Rows>& in) {
+    const int first_row = in.starts ? int(in.starts[blockIdx.z]) : blockIdx.z;
+    const int rows = in.starts ? int(in.starts[blockIdx.z + 1]) - first_row : 1;
+    const int first = blockIdx.x % in.query_blocks() * kPagedQueries;
+    return {first_row, rows, first, min(kPagedQueries, rows * in.group - first)};
+  }
+
+  // The row that has all tokens of the others.
+  __device__ __forceinline__ int last_row() const { return first_row + rows - 1; }
+  __device__ __forceinline__ int row_of(int query, int group) const {
+    return first_row + min((first + query) / group, rows - 1);
+  }
+  // Where a query and its results are, counted in heads of all rows.
+  __device__ __forceinline__ int64_t place_of(int query, int heads, int group) const {
+    return (int64_t(row_of(query, group)) * heads + blockIdx.y) * group + (first + query) % group;
+  }
+};
+
+using PagedOutputs = SplitOutputs<__nv_bfloat16>; // rows: rows * heads * group
 
 // Maximum over the four lanes of a quad.
 __device__ __forceinline__ float quad_max(float x) {
@@ -55,6 +87,7 @@ struct PagedTiles {
   int64_t page, value_page; // of keys and of values
   int tokens;      // up to the end of the page's, of which at most 16 belong to the tile; 0 after the last tile
   int skipped = 0; // leading tokens that are not attended to; below 0 for none
+  int tile; // only if rows have their own ends: what is kept for the tile
 
   __device__ __forceinline__ void advance() {
     while (left == 0 && next < entries) {
@@ -72,11 +105,19 @@ struct PagedTiles {
     if (left == 0) {
       tokens = 0;
     } else {
-      const int tile = __shfl_sync(~0u, kept, lane & 31);
+      tile = __shfl_sync(~0u, kept, lane & 31);
       tokens = of.end(tile);
       if constexpr (Rows::kSkipping) skipped = of.begin(tile);
     }
     left &= left - 1;
+  }
+
+  // How many of `tokens` a query of the block attends to. Rows of a sequence differ only in the newest tokens.
+  __device__ __forceinline__ int tokens_of(int query, const PagedBlock& block, int group) const {
+    if constexpr (Rows::kOwnEnds)
+      if (of.shared(tile) < min(tokens, kPagedTile))
+        return of.of_row(block.row_of(query, group), of.entry(tile), first);
+    return tokens;
   }
 };
 
@@ -162,13 +203,14 @@ struct PagedValues {
 };
 
 // Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: there are
-// two products with the two halves of a key's unit, and half of the rows of each counts. Queries past the group are 0.
+// two products with the two halves of a key's unit, and half of the rows of each counts. `from` is query g, which is 0
+// if it is not there.
 template <typename Rows, int kDim>
 __device__ __forceinline__ void
-load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, int queries, int g, int t) {
+load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, bool there, int t) {
 #pragma unroll
   for (int i = 0; i < kDim / 32; ++i) {
-    const uint4 x = g < queries ? *reinterpret_cast<const uint4*>(from + g * kDim + 8 * (t + 4 * i)) : uint4{};
+    const uint4 x = there ? *reinterpret_cast<const uint4*>(from + 8 * (t + 4 * i)) : uint4{};
     q[i][0] = Rows::query(x.x), q[i][1] = Rows::query(x.z), q[i][2] = Rows::query(x.y), q[i][3] = Rows::query(x.w);
   }
 }
@@ -187,13 +229,13 @@ __device__ __forceinline__ void score_tile(
     }
 }
 
-// A lane's results for query g so far: the largest score, the sum over the lane's own tokens.
+// A lane's results for query g so far: the largest score, the sum over the lane's own tokens. Tiles can be without
+// tokens for a query whose row ends before another. So the first peak is finite: differences of -inf would be NaN.
 struct PagedPeak {
-  float peak = -INFINITY, sum = 0.0f;
+  float peak = -FLT_MAX, sum = 0.0f;
 
   // Turns a tile's scores into weights, and returns the factor by which sums so far shrink.
   __device__ __forceinline__ float weigh(float (&x)[4]) {
-    // Every tile has a token, so the new peak is finite.
     const float new_peak = fmaxf(peak, quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
     const float shrink = exp2_fast(peak - new_peak);
     peak = new_peak;
@@ -222,6 +264,8 @@ template <int kDim>
 struct PagedShared {
   float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
   float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
+  PagedBlock block; // in the loop over tiles, its numbers would take registers
+  int split;
 
   // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with pairs as in Values.
   template <typename Values>
@@ -240,9 +284,9 @@ struct PagedShared {
 // Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
 template <typename Rows, int kDim>
 __device__ __forceinline__ void join_paged_warps(
-    const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t sequence, int head,
-    int64_t first_row, int queries, int split) {
-  for (int i = threadIdx.x; i < queries * (kDim / 2); i += kPagedWarps * 32) {
+    const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to) {
+  const PagedBlock& block = shared.block;
+  for (int i = threadIdx.x; i < block.queries * (kDim / 2); i += kPagedWarps * 32) {
     const int query = i / (kDim / 2), pair = i % (kDim / 2);
     float top = -INFINITY, total = 0.0f;
     float2 y = {};
@@ -255,22 +299,22 @@ __device__ __forceinline__ void join_paged_warps(
       total += weight * shared.sums[w][query];
       y.x += weight * shared.accs[w][query][pair].x, y.y += weight * shared.accs[w][query][pair].y;
     }
-    const float share = total == 0.0f ? 0.0f : in.rows.value_scale(sequence, head) / total;
+    const float share = total == 0.0f ? 0.0f : in.rows.value_scale(block.last_row(), blockIdx.y) / total;
     const float log_sum = top + log2f(total);
-    const int64_t row = first_row + query;
+    const int64_t row = block.place_of(query, in.heads, in.group);
     if (in.splits == 1) {
       reinterpret_cast<uint32_t*>(to.out)[row * (kDim / 2) + pair] = pack_bf16(y.x * share, y.y * share);
       if (pair == 0) to.lse[row] = log_sum * kLn2;
     } else {
-      const int64_t partial = row * in.splits + split;
+      const int64_t partial = row * in.splits + shared.split;
       reinterpret_cast<float2*>(to.partial_out)[partial * (kDim / 2) + pair] = {y.x * share, y.y * share};
       if (pair == 0) to.partial_lse[partial] = log_sum;
     }
   }
 }
 
-// Grid: splits * query blocks, heads, batch. Query blocks of a split are neighbours, so that the others find in the L2
-// cache what the first one reads.
+// Grid: splits * query blocks, heads, sequences. Query blocks of a split are neighbours, so that the others find in the
+// L2 cache what the first one reads.
 //
 // kAhead: the next tile's keys are in flight while this tile's values are used, and its values while the next keys are
 // used. That takes registers for both at once, so heads of 256 do without, and load their values in two spans.
@@ -282,24 +326,25 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
   constexpr int kPairs = kDim / 16;
   let_next_launch_begin(); // the merge, which waits for the results
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int query_blocks = (in.group + kPagedQueries - 1) / kPagedQueries;
-  const int split = blockIdx.x / query_blocks, head = blockIdx.y;
-  const int64_t sequence = blockIdx.z;
-  const int first_query = blockIdx.x % query_blocks * kPagedQueries;
-  const int queries = min(kPagedQueries, in.group - first_query);
-  const int64_t first_row = (sequence * in.heads + head) * in.group + first_query;
+  const int split = blockIdx.x / in.query_blocks(), head = blockIdx.y;
+  const auto block = PagedBlock::of(in);
+  if (block.queries <= 0) return; // the sequence has fewer rows than others
+  __shared__ PagedShared<kDim> shared;
+  if (threadIdx.x == 0) shared.block = block, shared.split = split;
+  if constexpr (Rows::kOwnEnds) __syncthreads();
 
   // A split takes every splits-th page: all splits of a sequence have equal length, however little of its row is used.
   PagedTiles<Rows> tiles = {
-      in.rows.tokens(sequence), in.pages + sequence * in.pages_row, split, in.splits, in.entries, warp * kPagedTile};
+      in.rows.tokens(block.last_row(), block.first_row), in.pages + block.last_row() * in.pages_row, split, in.splits,
+      in.entries, warp * kPagedTile};
   tiles.advance();
 
   uint32_t q[Keys::kUnits][4];
-  load_paged_queries<Rows, kDim>(q, in.q + first_row * kDim, queries, g, t);
+  load_paged_queries<Rows, kDim>(q, in.q + block.place_of(g, in.heads, in.group) * kDim, g < block.queries, t);
   const int64_t offset = (int64_t(head) * kPage + warp * kPagedTile) * kDim;
   const auto *const k = in.k + offset, *const v = in.v + offset;
   // Scores are in units of log 2.
-  const float scale = kLog2E * rsqrtf(float(kDim)) * in.rows.key_scale(sequence, head);
+  const float scale = kLog2E * rsqrtf(float(kDim)) * in.rows.key_scale(block.last_row(), head);
   PagedPeak of_query;
   float acc[kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
 
@@ -310,6 +355,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
   }
   while (tiles.tokens > 0) {
+    const int own = tiles.tokens_of(g, shared.block, in.group);
     float low[2][4] = {}, high[2][4] = {};
     score_tile(keys, q, low, high);
     const int tokens = tiles.tokens, skipped = tiles.skipped;
@@ -319,7 +365,7 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
       if (tiles.tokens > 0) keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
 
     float x[4];
-    mask_scores<Rows>(x, low, high, scale, tokens, skipped, t);
+    mask_scores<Rows>(x, low, high, scale, own, skipped, t);
     const float shrink = of_query.weigh(x);
     const float shrink0 = __shfl_sync(~0u, shrink, 8 * t), shrink1 = __shfl_sync(~0u, shrink, 8 * t + 4);
     const uint32_t weights[2] = {Rows::pack(x[0], x[1]), Rows::pack(x[2], x[3])};
@@ -339,10 +385,9 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     }
   }
 
-  __shared__ PagedShared<kDim> shared;
   shared.template leave<Values>(of_query, acc, warp, g, t);
   __syncthreads();
-  join_paged_warps(shared, in, to, sequence, head, first_row, queries, split);
+  join_paged_warps(shared, in, to);
 }
 
 } // namespace shadowkv

@@ -2,7 +2,8 @@
 //
 // A kind of rows has the types of its elements and of eight of them as loaded by a lane, `widen`, which converts them
 // to 16-bit numbers for `multiply`, and `Tokens`, a sequence's tokens: a warp's lane keeps a number for each of its
-// tiles, which determines `end` and `begin`.
+// tiles, which determines `end` and `begin`. Tables have an entry for each row of queries. Rows of one sequence have
+// the same tokens, unless they have their own ends: then the first row has the fewest, and the last one all.
 #pragma once
 
 #include "constants.h"
@@ -19,24 +20,38 @@ struct BfloatRows {
   using Unit = uint4;
   static constexpr bool kSkipping = false;      // whether tokens before the first one are skipped
   static constexpr bool kOwnValuePages = false; // whether values have a separate page table
+  static constexpr bool kOwnEnds = true;        // whether rows of one sequence have their own ends
   // Blocks that a multiprocessor holds for heads of 64, 96, 128 and 256 dimensions, and whether tiles of the last are
   // loaded ahead.
   static constexpr int kBlocks[] = {5, 4, 3, 2};
   static constexpr bool kWidestAhead = false;
 
-  const int64_t* counts; // [batch, entries]
+  const int64_t* counts; // [rows, entries]
   int64_t counts_row;
 
-  // The number kept for a tile is its count of tokens; tokens past 16 are not its own.
+  // The number kept for a tile has its count of tokens, past 16 not its own, in 7 bits, how many of its 16 the first
+  // row has in 5, and its entry in the rest; it is below 0 if the tile has no token.
   struct Tokens {
-    static constexpr int kNone = 0;
+    static constexpr int kNone = -1;
     const int64_t* counts;
-    __device__ __forceinline__ int tile(int entry, int first) const { return int(counts[entry]) - first; }
-    __device__ __forceinline__ bool any(int kept) const { return kept > 0; }
-    __device__ __forceinline__ int end(int kept) const { return kept; }
+    int64_t counts_row;
+    int last_row, first_row;
+    __device__ __forceinline__ int of_row(int row, int entry, int first) const {
+      return int(counts[row * counts_row + entry]) - first;
+    }
+    __device__ __forceinline__ int tile(int entry, int first) const {
+      const int end = of_row(last_row, entry, first);
+      return end > 0 ? entry << 12 | min(max(of_row(first_row, entry, first), 0), kPagedTile) << 7 | end : kNone;
+    }
+    __device__ __forceinline__ bool any(int kept) const { return kept >= 0; }
+    __device__ __forceinline__ int end(int kept) const { return kept & 127; }
+    __device__ __forceinline__ int shared(int kept) const { return kept >> 7 & 31; }
+    __device__ __forceinline__ int entry(int kept) const { return kept >> 12; }
     __device__ __forceinline__ int begin(int) const { return 0; }
   };
-  __device__ __forceinline__ Tokens tokens(int64_t sequence) const { return {counts + sequence * counts_row}; }
+  __device__ __forceinline__ Tokens tokens(int last_row, int first_row) const {
+    return {counts, counts_row, last_row, first_row};
+  }
   __device__ __forceinline__ float key_scale(int64_t, int) const { return 1.0f; }
   __device__ __forceinline__ float value_scale(int64_t, int) const { return 1.0f; }
 
@@ -52,25 +67,26 @@ struct BfloatRows {
 // Plain bfloat16, in pages that hold any number of tokens in a row from any one on.
 struct WindowRows : BfloatRows {
   static constexpr bool kSkipping = true;
+  static constexpr bool kOwnEnds = false;
 
-  const int64_t* starts; // [batch, entries]
-  int64_t starts_row;
+  const int64_t* begins; // [rows, entries]
+  int64_t begins_row;
 
   // The number kept for a tile are its end, past which tokens are not its own, and, in the upper half, its begin; 0 if
   // it has no token.
   struct Tokens {
     static constexpr int kNone = 0;
-    const int64_t *starts, *counts;
+    const int64_t *begins, *counts;
     __device__ __forceinline__ int tile(int entry, int first) const {
-      const int begin = max(int(starts[entry]) - first, 0), end = int(counts[entry]) - first;
+      const int begin = max(int(begins[entry]) - first, 0), end = int(counts[entry]) - first;
       return begin < min(end, kPagedTile) ? begin << 16 | end : kNone;
     }
     __device__ __forceinline__ bool any(int kept) const { return kept > 0; }
     __device__ __forceinline__ int end(int kept) const { return kept & 0xffff; }
     __device__ __forceinline__ int begin(int kept) const { return kept >> 16; }
   };
-  __device__ __forceinline__ Tokens tokens(int64_t sequence) const {
-    return {starts + sequence * starts_row, counts + sequence * counts_row};
+  __device__ __forceinline__ Tokens tokens(int row, int) const {
+    return {begins + row * begins_row, counts + row * counts_row};
   }
 };
 
@@ -96,14 +112,15 @@ struct Fp8Rows {
   using Unit = uint2;
   static constexpr bool kSkipping = true;
   static constexpr bool kOwnValuePages = true;
+  static constexpr bool kOwnEnds = false;
   static constexpr int kBlocks[] = {5, 5, 4, 2};
   static constexpr bool kWidestAhead = true;
 
-  const int64_t* value_pages; // [batch, entries]
+  const int64_t* value_pages; // [rows, entries]
   int64_t value_pages_row;
-  const int64_t *from, *to;         // [batch]: tokens of a row
+  const int64_t *from, *to;         // [rows]: tokens of a row
   const float *k_scale, *v_scale;   // [states, heads]
-  const int64_t *k_state, *v_state; // [batch]
+  const int64_t *k_state, *v_state; // [rows]
   int64_t k_scale_row, v_scale_row;
 
   // The number kept for a tile is its first token.
@@ -116,15 +133,15 @@ struct Fp8Rows {
     __device__ __forceinline__ int end(int kept) const { return to - kept; }
     __device__ __forceinline__ int begin(int kept) const { return from - kept; }
   };
-  __device__ __forceinline__ Tokens tokens(int64_t sequence) const {
-    const int first = int(from[sequence]), last = int(to[sequence]);
-    return {value_pages + sequence * value_pages_row, first, first < last ? last : 0};
+  __device__ __forceinline__ Tokens tokens(int row, int) const {
+    const int first = int(from[row]), last = int(to[row]);
+    return {value_pages + row * value_pages_row, first, first < last ? last : 0};
   }
-  __device__ __forceinline__ float key_scale(int64_t sequence, int head) const {
-    return k_scale[k_state[sequence] * k_scale_row + head];
+  __device__ __forceinline__ float key_scale(int row, int head) const {
+    return k_scale[k_state[row] * k_scale_row + head];
   }
-  __device__ __forceinline__ float value_scale(int64_t sequence, int head) const {
-    return v_scale[v_state[sequence] * v_scale_row + head];
+  __device__ __forceinline__ float value_scale(int row, int head) const {
+    return v_scale[v_state[row] * v_scale_row + head];
   }
 
   static __device__ __forceinline__ Unit load8(const Element* p) { return load_line8(p); }

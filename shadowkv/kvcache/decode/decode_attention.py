@@ -168,7 +168,7 @@ class Decode:
         elif counts is not None:
             out, lse = self._attend_heads(q, *pages, counts)
         elif batch.starts is None:
-            out, lse = self.ops.paged_attention(q, *pages, batch.counts)
+            out, lse = self.ops.paged_attention(q, *pages, batch.counts, batch.rows)
         else:
             out, lse = self.ops.paged_window_attention(q, *pages, batch.starts, batch.counts)
         if sinks is not None:
@@ -190,7 +190,7 @@ class Decode:
         keys = self.parts.keys.source(self.store, layer, batch)
         values = self.parts.values.source(self.store, layer, batch)
         if batch.span is not None:
-            out, lse = self.ops.attend_coded(q, keys, values, *batch.span)
+            out, lse = self.ops.attend_coded(q, keys, values, *batch.span, batch.of_segments)
             return out, lse
         selected = self._select(layer, q, batch, native)
         most = batch.most if self.hook is None else None  # a hook may return more chunks

@@ -18,6 +18,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
 from shadowkv.kvcache.sequences.sequence import Tables
 from shadowkv.ops.sampling import Sampling
+from shadowkv.ops.sequence_rows import SequenceRows
 
 
 class SequenceNumbers(NamedTuple):
@@ -74,6 +75,11 @@ class GroupPlan:
         max_budget: maximum number of chunks that a segment selects, by top-k and by sampling.
         selects: whether the step attends only to compressed tokens that the index selects, and not to all of them.
         micro_batches: number of micro-batches. The values of one are fetched while another computes.
+        starts: int64 [n + 1], the first row of each sequence, and B (``SequenceRows``). None if the pages of a sequence
+            are read by each of its rows, for example because each sequence has one row.
+        segment_starts: int64 [m + 1], as ``starts`` for ``segments``: the rows of a segment follow one another. None if
+            each row has one segment.
+        most_rows: maximum number of rows of a sequence in ``starts``.
     """
 
     sequences: SequenceNumbers
@@ -84,31 +90,47 @@ class GroupPlan:
     max_budget: int
     selects: bool
     micro_batches: int = 1
+    starts: np.ndarray | None = None
+    segment_starts: np.ndarray | None = None
+    most_rows: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers from which the shapes of all tensors of the step follow."""
         columns = 1 if self.of_sequence is None else self.of_sequence.shape[1]
         counts = len(self.sequences.slot), len(self.segments.slot), columns
-        return (*counts, self.exact_pages, self.compressed_pages, self.max_budget, self.selects, self.micro_batches)
+        starts = (0 if x is None else len(x) for x in (self.starts, self.segment_starts))
+        pages = self.exact_pages, self.compressed_pages
+        return (*counts, *pages, self.max_budget, self.selects, self.micro_batches, *starts, self.most_rows)
+
+    @property
+    def _parts(self) -> list[np.ndarray]:
+        """The arrays of ``packed``; those that are None are empty."""
+        others = self.of_sequence, self.starts, self.segment_starts
+        empty = np.empty(0, np.int64)
+        return [np.stack(self.sequences), np.stack(self.segments), *(empty if x is None else x for x in others)]
 
     def packed(self) -> np.ndarray:
         """All numbers in one array, int64 [n]."""
-        of_sequence = () if self.of_sequence is None else (self.of_sequence.ravel(),)
-        return np.concatenate((*self.sequences, *self.segments, *of_sequence))
+        return np.concatenate([part.ravel() for part in self._parts])
 
     @property
     def count(self) -> int:
         """n, the size of ``packed``."""
-        of_sequence = 0 if self.of_sequence is None else self.of_sequence.size
-        return 5 * len(self.sequences.slot) + 8 * len(self.segments.slot) + of_sequence
+        return sum(part.size for part in self._parts)
 
-    def unpacked(self, numbers: Tensor) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None]:
-        """Splits ``numbers`` int64 [n], which a plan of this shape has packed. They can be on any device."""
-        count, rows, columns = self.shape[:3]
-        sequences, segments, rest = numbers.split((5 * count, 8 * rows, len(numbers) - 5 * count - 8 * rows))
-        of_sequence = None if self.of_sequence is None else rest[: count * columns].view(count, columns)
-        return SequenceNumbers(*sequences.view(5, -1)), SegmentNumbers(*segments.view(8, -1)), of_sequence
+    def unpacked(
+        self, numbers: Tensor
+    ) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None, SequenceRows | None, SequenceRows | None]:
+        """Splits ``numbers`` int64 [n], which a plan of this shape has packed. They can be on any device. Returns the
+        numbers of rows and of segments, ``of_sequence``, and the rows of sequences and of segments."""
+        parts = self._parts
+        split = numbers.split([part.size for part in parts])
+        sequences, segments, of_sequence, *starts = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
+        rows, of_segments = (SequenceRows(x, self.most_rows) if len(x) else None for x in starts)
+        if self.of_sequence is None:
+            return SequenceNumbers(*sequences), SegmentNumbers(*segments), None, rows, rows
+        return SequenceNumbers(*sequences), SegmentNumbers(*segments), of_sequence, rows, of_segments
 
 
 @dataclass(frozen=True)
@@ -172,6 +194,7 @@ class DecodeBatch:
             same rows as the batch.
         of_sequence: int64 [B, S], for each row of the batch, its rows in ``compressed``, filled up with R. None if each
             row of the batch has at most one.
+        rows: which rows belong to one sequence; None if each row reads its pages.
     """
 
     positions: Tensor
@@ -184,6 +207,7 @@ class DecodeBatch:
     of_sequence: Tensor | None = None
     starts: Tensor | None = None
     exact_numbers: Tensor | None = None
+    rows: SequenceRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -229,7 +253,7 @@ def batch_of(
 
     Only shapes are taken from ``plan``, so a graph that captures this function serves other plans of the same shapes.
     """
-    sequences, segments, of_sequence = plan.unpacked(numbers)
+    sequences, segments, of_sequence, rows, of_segments = plan.unpacked(numbers)
     slot, length, _, ring, static_pages = sequences
     pages = tables.exact[slot, : plan.exact_pages].long()
     starts, counts = None, _exact_counts(sequences, tables.static_counts[slot, : plan.exact_pages])
@@ -245,7 +269,10 @@ def batch_of(
         elif numbers.device.type == "cpu" and plan.micro_batches == 1 and not nonempty.all():
             sequence = nonempty.nonzero().squeeze(1)
             segments = SegmentNumbers(*(x[sequence] for x in segments))
-        compressed = _compressed_batch(plan, segments, index, tables)
+            if of_segments is not None:
+                before = torch.nn.functional.pad(nonempty.cumsum(0), (1, 0))  # nonempty rows before each row
+                of_segments = replace(of_segments, starts=before[of_segments.starts])
+        compressed = _compressed_batch(plan, segments, of_segments, index, tables)
     return DecodeBatch(
         length,
         pages,
@@ -257,10 +284,13 @@ def batch_of(
         of_sequence,
         starts=starts,
         exact_numbers=_exact_numbers(sequences, plan.exact_pages) if index.spec.native else None,
+        rows=rows,
     )
 
 
-def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPart, tables: Tables) -> CompressedBatch:
+def _compressed_batch(
+    plan: GroupPlan, segments: SegmentNumbers, of_segments: SequenceRows | None, index: IndexPart, tables: Tables
+) -> CompressedBatch:
     spec = index.spec
     pages = value_pages = tables.pages[segments.slot, : plan.compressed_pages].long()
     if spec.place == "host":  # otherwise keys and values share one tensor, so kernels look up each page once
@@ -280,6 +310,7 @@ def _compressed_batch(plan: GroupPlan, segments: SegmentNumbers, index: IndexPar
         max_budget=plan.max_budget,
         sampling=Sampling(segments.sampled, segments.seed) if index.sampled and plan.selects else None,
         span=span,
+        of_segments=None if plan.selects else of_segments,
         most=segments.top_k + segments.sampled if plan.selects else None,
     )
 

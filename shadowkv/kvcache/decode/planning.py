@@ -87,17 +87,26 @@ class DecodePlanner:
         if counts is not None:
             own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # index of each row within its sequence
             numbers = numbers._replace(length=numbers.length + own)
-        segments, of_sequence = self._segments(numbers, drafting and spec.selects)
+        exact_pages = int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max())
+        starts, most_rows = None, 1
+        long = exact_pages > MIN_EXACT_PAGES or numbers.compressed.any()
+        if long and new.max() > 1 and new.max() * len(new) <= MOST_ROOM * len(rows):
+            starts = np.concatenate(([0], new.cumsum()))
+            most_rows = 1 << (int(new.max()) - 1).bit_length()  # few shapes; a row that is not there costs nothing
+        segments, of_sequence, segment_starts = self._segments(numbers, starts, drafting and spec.selects)
         budget = segments.top_k + segments.sampled
         return GroupPlan(
             numbers,
             segments,
             of_sequence,
-            int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max()),
+            exact_pages,
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
             spec.selects or (drafting and spec.has_index),
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
+            starts,
+            segment_starts,
+            most_rows,
         )
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
@@ -174,20 +183,28 @@ class DecodePlanner:
             self.spec.selects,
         )
 
-    def _segments(self, numbers: SequenceNumbers, narrow: bool) -> tuple[SegmentNumbers, np.ndarray | None]:
-        """Returns the segments of a batch, and the rows of each sequence's segments (``GroupPlan.of_sequence``). If
-        ``narrow``, the budget is divided by ``NARROW``."""
+    def _segments(
+        self, numbers: SequenceNumbers, starts: np.ndarray | None, narrow: bool
+    ) -> tuple[SegmentNumbers, np.ndarray | None, np.ndarray | None]:
+        """Returns the segments of a batch, ``GroupPlan.of_sequence`` and ``GroupPlan.segment_starts``. ``starts`` are
+        the plan's. If ``narrow``, the budget is divided by ``NARROW``."""
         tables, spec = self.tables, self.spec
         count, slots = tables.segments[numbers.slot], numbers.slot
         if count.max() <= 1:
-            sequence, last, of_sequence = np.arange(len(slots)), True, None
+            sequence, last, of_sequence, segment_starts = np.arange(len(slots)), True, None, None
             slot = np.where(count > 0, tables.segment_slots[slots, 0], tables.padding_segment_slot)
         else:
             has_segment = np.arange(count.max()) < count[:, None]
-            of_sequence = np.where(
-                has_segment, has_segment.ravel().cumsum().reshape(has_segment.shape) - 1, count.sum()
-            )
             sequence, number = has_segment.nonzero()
+            segment_starts = None
+            if starts is not None:  # the rows of a segment follow one another
+                new = np.diff(starts)
+                order = np.lexsort((sequence, number, np.arange(len(new)).repeat(new)[sequence]))
+                sequence, number = sequence[order], number[order]
+                of_each = count[starts[:-1]]  # segments of each sequence
+                segment_starts = np.concatenate(([0], new.repeat(of_each).cumsum()))
+            of_sequence = np.full(has_segment.shape, count.sum())
+            of_sequence[sequence, number] = np.arange(len(sequence))
             slot, last = tables.segment_slots[slots[sequence], number], number == count[sequence] - 1
         first, end = tables.first[slot], tables.end[slot]
         length = numbers.length[sequence]
@@ -205,9 +222,8 @@ class DecodePlanner:
         budget = np.where(end > first, budget, 0)
         sampled = self.layout.parts.index.sampled_chunks(budget, end - first - tables.static_tokens[slot])
         seed = row_seeds(tables.seed[slots[sequence]], numbers.length[sequence], first)
-        return SegmentNumbers(
-            slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed
-        ), of_sequence
+        segments = SegmentNumbers(slot, tables.state[slot], sequence, first, end, budget - sampled, sampled, seed)
+        return segments, of_sequence, segment_starts
 
     def end(self, plan: GroupPlan) -> None:
         """Makes the new tokens part of their sequences, after the last layer."""
@@ -215,6 +231,11 @@ class DecodePlanner:
         if self.fetching is not None:
             self.fetching.publish()
 
+
+MOST_ROOM = 2
+"""Rows of a sequence read its pages together if the sequences would have at most this many times the step's rows, with
+as many rows for each as for the longest draft. Drafts of very different lengths would need many CUDA graphs. Steps of
+short dense sequences read little, and have the graphs that are captured at start (``MIN_EXACT_PAGES``)."""
 
 MIN_PAGES = 8
 """Minimum width of a page table for compressed pages."""
@@ -260,6 +281,10 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
         none = np.full((batch, columns), padded_rows)
         none[:count, :most] = np.where(of_sequence < rows, of_sequence, padded_rows)
         of_sequence = none
+    starts, segment_starts = (
+        None if x is None else _padded_starts(x, plan.most_rows, up_to)
+        for x, up_to in ((plan.starts, batch), (plan.segment_starts, padded_rows))
+    )
     return replace(
         plan,
         sequences=SequenceNumbers(*_padded(plan.sequences, sequence, batch)),
@@ -268,7 +293,17 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
         exact_pages=exact,
         compressed_pages=compressed,
         max_budget=budget,
+        starts=starts,
+        segment_starts=segment_starts,
     )
+
+
+def _padded_starts(starts: np.ndarray, most_rows: int, rows: int) -> np.ndarray:
+    """Adds sequences of padding rows to ``starts`` int64 [n + 1], until there are ``rows`` rows. Then adds sequences
+    without rows, until their number is one that ``round_up`` returns."""
+    count, used = len(starts) - 1, int(starts[-1])
+    more = round_up(count - (used - rows) // most_rows) - count
+    return np.concatenate((starts, np.minimum(used + most_rows * np.arange(1, more + 1), rows)))
 
 
 def padded(numbers: np.ndarray, padding: np.ndarray) -> np.ndarray:

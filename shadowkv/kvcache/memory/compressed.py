@@ -17,6 +17,7 @@ from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.rotations import random_rotation
 from shadowkv.ops.sampling import Sampling
+from shadowkv.ops.sequence_rows import SequenceRows
 
 
 class CompressedStore:
@@ -90,6 +91,8 @@ class CompressedBatch:
         overlapped: whether another micro-batch computes while values of these rows are fetched.
         span: in a step that attends to all tokens, the range of compressed tokens that each row attends to, without the
             sink: first and last + 1 within the segment, int64 [R] each. None in steps that select.
+        of_segments: in a step that attends to all tokens, which rows are of one segment, for several tokens of its
+            sequence. None if each row reads its pages.
         most: int64 [R], maximum number of chunks that each row selects, by top-k and by sampling. None in steps that do
             not select.
     """
@@ -106,6 +109,7 @@ class CompressedBatch:
     sampling: Sampling | None = None
     overlapped: bool = False
     span: tuple[Tensor, Tensor] | None = None
+    of_segments: SequenceRows | None = None
     most: Tensor | None = None
 
     def part(self, rows: slice) -> CompressedBatch:

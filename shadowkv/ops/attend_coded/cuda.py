@@ -13,6 +13,7 @@ from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
 from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId, RowCodec
 from shadowkv.ops.extension import cuda_missing, multiprocessors
+from shadowkv.ops.sequence_rows import SequenceRows
 
 LLOYD = (CodecId.LLOYD_4BIT, CodecId.LLOYD_3BIT, CodecId.LLOYD_2BIT)
 VALUES_OF = {
@@ -50,7 +51,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: DenseRows | CodedRows,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, but some operands are rounded to 16 bits. Can be captured in a CUDA graph.
 
@@ -59,8 +65,8 @@ def attend_coded(
     integers of ``RowCodec.whole_levels``.
 
     Keys and values have 128 dimensions, and their codecs are one of the pairs in ``VALUES_OF``. The rows of a head in a
-    page are contiguous. Page ids, states and positions are read on the device and not checked: wrong ones read out of
-    bounds.
+    page are contiguous. Each row reads its pages, also if ``sequences`` has several. Page ids, states and positions are
+    read on the device and not checked: wrong ones read out of bounds.
 
     Raises:
         ValueError: rows of other dimensions or codecs.

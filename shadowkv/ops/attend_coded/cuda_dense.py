@@ -9,7 +9,9 @@ from torch import Tensor
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.paged_attention.cuda import attend
 from shadowkv.ops.paged_window_attention import cuda
+from shadowkv.ops.sequence_rows import SequenceRows
 
 missing = cuda.missing
 
@@ -26,7 +28,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: DenseRows | CodedRows,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for dense bfloat16 rows whose keys and values share one table of pages. Can be captured in
     a CUDA graph.
@@ -42,7 +49,8 @@ def attend_coded(
     if values.pages is not keys.pages:
         raise ValueError("attend_coded in CUDA takes dense rows only if values have the keys' table of pages")
     k, v = keys.rows.flatten(2, 3), values.rows.flatten(2, 3)
-    return cuda.paged_window_attention(q, k, v, keys.pages, *ranges_of_pages(begin, end, keys.pages.shape[1]))
+    ranges = ranges_of_pages(begin, end, keys.pages.shape[1])
+    return attend("paged_window_attention", q, k, v, keys.pages, *ranges, sequences=sequences)
 
 
 def ranges_of_pages(begin: Tensor, end: Tensor, pages: int) -> tuple[Tensor, Tensor]:

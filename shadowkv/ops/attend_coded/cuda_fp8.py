@@ -14,7 +14,8 @@ from shadowkv.ops.attention_results import result_and_parts
 from shadowkv.ops.case import NOT_CENTRED, Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import cuda_missing, multiprocessors
-from shadowkv.ops.paged_attention.cuda import splits
+from shadowkv.ops.paged_attention.cuda import splits, starts_and_most
+from shadowkv.ops.sequence_rows import SequenceRows
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
@@ -34,7 +35,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: DenseRows | CodedRows,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for 8-bit floats (e4m3) without a mean. Can be captured in a CUDA graph.
 
@@ -44,16 +50,17 @@ def attend_coded(
     Raises:
         ValueError: rows of another codec, or another head dim.
     """
-    batch, _, dim = q.shape
+    dim = q.shape[2]
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"attend_coded in CUDA supports fp8 rows of head dim 64, 96, 128 or 256, not {dim}")
     keys, values, q = _fp8(keys), _fp8(values), q.contiguous()
     k, v = keys.codes.flatten(2, 3), values.codes.flatten(2, 3)
-    split = splits(batch * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    count, *rows = starts_and_most(q, sequences)
+    split = splits(count * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
     out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_fp8(
         q, k, v, *keys.state, *values.state, keys.states, values.states, keys.pages, values.pages, begin, end,
-        out, lse, *parts,
+        *rows, out, lse, *parts,
     )  # fmt: skip
     return out, lse
 

@@ -15,6 +15,7 @@ from shadowkv.ops.attention_results import attend_to_nothing, result_and_parts
 from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import cuda_missing, multiprocessors
+from shadowkv.ops.sequence_rows import SequenceRows
 
 DIM = 128
 RANKS = (96, 128, 160, 192)
@@ -51,7 +52,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_coded(
-    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: KeySource,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, but the operands of matrix products are float16. Can be captured in a CUDA graph after a
     first call with the same ``keys.rotary``.
@@ -61,8 +67,9 @@ def attend_coded(
     bits, keys over 65504 overflow. Values are rotated back by the codec's own Hadamard matrix. ``values.rotation`` is
     not read.
 
-    Pages, states and positions are read on the device and are not checked. A page's latents must be contiguous
-    on the device, and so must a page's codes of all heads. Every 16 consecutive latents must share one width.
+    Each row reads its pages, also if ``sequences`` has several. Pages, states and positions are read on the device and
+    are not checked. A page's latents must be contiguous on the device, and so must a page's codes of all heads. Every
+    16 consecutive latents must share one width.
 
     Raises:
         ValueError: keys or values in other formats.

@@ -23,13 +23,19 @@ from shadowkv.ops.attend_selected.sources import (
     heads_and_chunk,
 )
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sequence_rows import SequenceRows
 
 DECODED_AT_ONCE = 64
 """Pages of each row that are decoded at a time."""
 
 
 def attend_coded(
-    q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: KeySource,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of one RoPE-rotated query per row and head over the row's tokens from ``begin`` up to ``end``.
 
@@ -39,6 +45,9 @@ def attend_coded(
         values: source of the values.
         begin, end: int64 [B], multiples of the chunk size. ``end`` is at most 64 P, the tokens of P pages. A row whose
             ``end`` is not after its ``begin`` attends to no tokens.
+        sequences: which rows belong to one sequence. These have the same ``begin`` and ``end``, and in ``keys`` and
+            ``values`` the same pages and state. Another backend can then read the pages once for all of them. If it is
+            None, each row is a sequence.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row that attends

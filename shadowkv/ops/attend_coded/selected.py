@@ -12,6 +12,7 @@ from torch import Tensor
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows, KeySource, heads_and_chunk
 from shadowkv.ops.case import Case
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sequence_rows import SequenceRows
 
 BACKENDS = {
     "cpu": ("cpu", False),
@@ -48,10 +49,17 @@ class EveryChunk(ModuleType):
         return reasons
 
     def attend_coded(
-        self, q: Tensor, keys: KeySource, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+        self,
+        q: Tensor,
+        keys: KeySource,
+        values: DenseRows | CodedRows,
+        begin: Tensor,
+        end: Tensor,
+        sequences: SequenceRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Same as the reference, for arguments that the backend of ``attend_selected`` supports. On a GPU, it can be
-        captured in a CUDA graph after a first call. Rows begin and end at chunk boundaries.
+        captured in a CUDA graph after a first call. Rows begin and end at chunk boundaries. Each row reads its pages,
+        also if ``sequences`` has several.
 
         Raises:
             ValueError: on a CPU, a row begins or ends within a chunk. On a GPU, this is not checked, because the host

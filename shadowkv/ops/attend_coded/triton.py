@@ -17,16 +17,21 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import rope_products
 from shadowkv.ops.attend_coded.triton_rows import PAGEWISE, TOKENWISE, StoredForm, codes_of, decoded_rows
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, of_rows
 from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, unknown_codecs
 from shadowkv.ops.extension import multiprocessors
 from shadowkv.ops.page import PAGE
+from shadowkv.ops.sequence_rows import SequenceRows
 from shadowkv.ops.triton_sizes import LARGEST_HEAD, TOKENS, dot_size
 
 WAVES = 4
 """Thread blocks per multiprocessor. Several blocks even out ragged lengths."""
+
+MOST_QUERIES = 64
+"""Maximum number of queries of a kv head for which a program has registers. If the rows of a sequence have more, each
+row reads the pages for itself."""
 
 MIN_PAGES = 4
 """Minimum number of pages per thread block."""
@@ -40,7 +45,12 @@ def supports(case: Case) -> list[str]:
 
 
 def attend_coded(
-    q: Tensor, keys: DenseRows | CodedRows, values: DenseRows | CodedRows, begin: Tensor, end: Tensor
+    q: Tensor,
+    keys: DenseRows | CodedRows,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Same as the reference, for dense rows and the codecs that ``StoredForm`` supports.
 
@@ -49,9 +59,14 @@ def attend_coded(
     Raises:
         ValueError: another codec.
     """
+    heads = codes_of(keys).shape[1]
+    if sequences is not None and q.shape[1] // heads * sequences.most <= MOST_QUERIES:
+        first, folded = sequences.first, sequences.fold(q, heads)
+        results = attend_coded(folded, of_rows(keys, first), of_rows(values, first), begin[first], end[first])
+        out, lse = (sequences.unfold(x, heads, len(q)) for x in results)
+        return out, lse
     batch, query_heads, dim = q.shape
     key_codes, value_codes = codes_of(keys), codes_of(values)
-    heads = key_codes.shape[1]
     group, count = query_heads // heads, keys.pages.shape[1]
     if not count or not batch:
         return attend_to_nothing(q)

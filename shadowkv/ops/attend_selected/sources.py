@@ -149,6 +149,13 @@ KeySource = DenseRows | LatentKeys | CodedRows
 ValueSource = DenseRows | CodedRows | BufferedRows
 
 
+def of_rows(source: DenseRows | CodedRows, rows: Tensor) -> DenseRows | CodedRows:
+    """Returns the source of some rows, int64 [n]."""
+    names = ("pages", "scale_pages", "states", "first")
+    of_each = {name: getattr(source, name, None) for name in names}
+    return replace(source, **{name: x[rows] for name, x in of_each.items() if x is not None})
+
+
 def heads_and_chunk(source: KeySource) -> tuple[int, int]:
     """Returns the number H of kv heads, and the tokens c per chunk. Rows and codes are stored as [N, H, C, c, w],
     latents as [N, C, c, w]."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.sequence_rows import SequenceRows
 
 __all__ = ["missing", "paged_attention", "supports"]
 
@@ -16,7 +17,9 @@ def supports(case: Case) -> list[str]:
     return unless_one_of(case.dtype, (torch.float32, torch.bfloat16))
 
 
-def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor, sequences: SequenceRows | None = None
+) -> tuple[Tensor, Tensor]:
     """Same as the reference, for float32 or bfloat16. Scores and softmax weights are always float32. Results are
-    bitwise equal for any number of threads."""
+    bitwise equal for any number of threads. Each row reads its pages, also if ``sequences`` has several."""
     return torch.ops.shadowkv.paged_attention(q, k, v, pages, counts)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shadowkv.ops.attention_results import result_and_parts
 from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.extension import cuda_missing, multiprocessors
+from shadowkv.ops.sequence_rows import SequenceRows
 
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
@@ -27,27 +28,39 @@ def supports(case: Case) -> list[str]:
     return unless_one_of(case.dtype, (torch.bfloat16,)) + unless_one_of(case.head_dim, RESIDENT_BLOCKS, "head dim")
 
 
-def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor, sequences: SequenceRows | None = None
+) -> tuple[Tensor, Tensor]:
     """Same as the reference. Can be captured in a CUDA graph.
 
     The dtype is bfloat16, the head dim 64, 96, 128 or 256. ``pages`` and ``counts`` are read on the device and not
     checked: a count over 64, or a wrong page id with a nonzero count, reads out of bounds. Page ids with a count of 0
     are arbitrary.
     """
-    return attend("paged_attention", q, k, v, pages, counts)
+    return attend("paged_attention", q, k, v, pages, counts, sequences=sequences)
 
 
-def attend(op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    op: str, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, *tokens: Tensor, sequences: SequenceRows | None = None
+) -> tuple[Tensor, Tensor]:
     """Calls the kernel ``op`` for pages [B, E]. ``tokens``, int64 [B, E] each, give the range of each page's valid
     tokens. Arguments and result otherwise as for ``paged_attention``."""
-    (batch, _, dim), heads = q.shape, k.shape[1]
+    dim, heads = q.shape[2], k.shape[1]
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"{op} in CUDA supports head dims 64, 96, 128 and 256, not {dim}")
     q = q.contiguous()
-    split = splits(batch * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    count, *rows = starts_and_most(q, sequences)
+    split = splits(count * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
     out, lse, *parts = result_and_parts(q, split)
-    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, out, lse, *parts)
+    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, *rows, out, lse, *parts)
     return out, lse
+
+
+def starts_and_most(q: Tensor, sequences: SequenceRows | None) -> tuple[int, Tensor | None, int]:
+    """Returns the number of sequences of queries [B, H_q, d], and the kernel's arguments for their rows."""
+    if sequences is None:
+        return len(q), None, 1
+    return len(sequences.starts) - 1, sequences.starts, sequences.most
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shadowkv.ops.sequence_rows import SequenceRows
+
 SYNCHRONISES = True
 """The host counts the pages in use. To do so, it waits for the device."""
 
@@ -14,14 +16,19 @@ GATHERED_AT_ONCE = 4096
 """Number of pages gathered at a time, to limit the memory of copies."""
 
 
-def paged_attention(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, pages: Tensor, counts: Tensor, sequences: SequenceRows | None = None
+) -> tuple[Tensor, Tensor]:
     """Computes softmax attention over pages that hold any number of valid tokens.
 
     Args:
-        q: [B, H_q, d], query heads of B sequences, after RoPE.
+        q: [B, H_q, d], query heads of B rows, after RoPE.
         k, v: [N, H, 64, d], kv heads of 64 tokens per page, views over all N pages.
-        pages: int64 [B, E], E page ids per sequence.
+        pages: int64 [B, E], E page ids per row.
         counts: int64 [B, E], number of valid tokens at the start of each page. A page with 0 is skipped.
+        sequences: which rows belong to one sequence. These have the same pages, and no count of a row is above that of
+            the next row. Another backend can then read the pages once for all of them: it multiplies what only later
+            rows attend to by 0, so these tokens must be finite. If it is None, each row is a sequence.
 
     Returns:
         out [B, H_q, d] in the dtype of ``q`` and its log-sum-exp, float32 [B, H_q]: 0 and -inf for a row without
