@@ -82,6 +82,7 @@ void run_convolution(
     float* weight = scratch.weight.data() + j * CHANNELS_PER_TASK;
     for (int64_t i = 0; i < count; ++i) weight[i] = to_float(in.weight[(channel + i) * width + j]);
   }
+  if (in.bias) read_row(in.bias + channel, count, scratch.bias.data());
   for (int64_t j = 0; j < held; ++j) {
     float* row = input(j - held);
     for (int64_t i = 0; i < count; ++i) row[i] = before[i * held + j];
@@ -91,7 +92,8 @@ void run_convolution(
     const int64_t token = span.first + position;
     read_row(in.x + token * in.x_token + channel, count, input(position));
     SHADOWKV_BEST(convolve_channels)(
-        scratch.weight.data(), scratch.inputs.data(), width, (position + 1) % width, scratch.out.data());
+        scratch.weight.data(), scratch.bias.data(), scratch.inputs.data(), width, (position + 1) % width,
+        scratch.out.data());
     write_row(scratch.out.data(), count, in.out + token * in.channels + channel);
   }
   for (int64_t j = 0; j < held; ++j) {

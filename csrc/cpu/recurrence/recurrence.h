@@ -59,6 +59,7 @@ struct ConvolutionInputs {
   const T* x;  // [tokens, channels], rows `x_token` apart
   int64_t x_token;
   const T* weight;  // [channels, width]
+  const T* bias;    // [channels]; null without one
   int64_t channels, width;
   int64_t state_row;  // states are float32 [rows, channels, width - 1]
   T* out;             // [tokens, channels]
@@ -67,11 +68,15 @@ struct ConvolutionInputs {
 // Working memory of one thread.
 struct ConvolutionScratch {
   std::vector<float> weight;  // [width, CHANNELS_PER_TASK]
+  std::vector<float> bias;    // [CHANNELS_PER_TASK]; 0 without one
   std::vector<float> inputs;  // [width, CHANNELS_PER_TASK], the newest ones: the one at position p is in row p % width
   std::vector<float> out;     // [CHANNELS_PER_TASK]
 
   explicit ConvolutionScratch(int64_t width)
-      : weight(width * CHANNELS_PER_TASK), inputs(width * CHANNELS_PER_TASK), out(CHANNELS_PER_TASK) {}
+      : weight(width * CHANNELS_PER_TASK),
+        bias(CHANNELS_PER_TASK),
+        inputs(width * CHANNELS_PER_TASK),
+        out(CHANNELS_PER_TASK) {}
 };
 
 // The tokens of a span in the channels from `channel` on, CHANNELS_PER_TASK at most.

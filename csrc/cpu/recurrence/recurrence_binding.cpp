@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -125,11 +126,13 @@ Tensor gated_delta_rule(
 
 template <typename T>
 void convolve(
-    const Tensor& x, const Tensor& weight, const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
   const shadowkv::ConvolutionInputs<T> in = {
       static_cast<const T*>(x.const_data_ptr()),
       x.stride(0),
       static_cast<const T*>(weight.const_data_ptr()),
+      bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
       weight.size(0), weight.size(1), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   float* rows = states.mutable_data_ptr<float>();
   const int64_t parts = (in.channels + shadowkv::CHANNELS_PER_TASK - 1) / shadowkv::CHANNELS_PER_TASK;
@@ -145,22 +148,28 @@ void convolve(
 
 Tensor causal_convolution(
     const Tensor& x, const Tensor& weight, Tensor& states, at::OptionalIntArrayRef lengths, const Tensor& read,
-    const Tensor& write) {
+    const Tensor& write, const std::optional<Tensor>& bias) {
   check_numbers(x, "x");
   check(x, "x", 2, x.scalar_type());
   check(weight, "weight", 2, x.scalar_type());
   TORCH_CHECK(
       weight.size(0) == x.size(1) && weight.size(1) > 1, "weight has shape ", weight.sizes(), ", x has shape ",
       x.sizes());
+  if (bias) {
+    check(*bias, "bias", 1, x.scalar_type());
+    TORCH_CHECK(
+        bias->size(0) == x.size(1) && bias->is_contiguous(), "bias has shape ", bias->sizes(), " and strides ",
+        bias->strides(), ", x has shape ", x.sizes());
+  }
   TORCH_CHECK(x.stride(1) == 1, "x has strides ", x.strides(), "; the last must be 1");
   check_states(states, {weight.size(0), weight.size(1) - 1}, at::kFloat);
   const auto spans = spans_of(lengths, read, write, x.size(0), states);
   const Tensor weights = weight.contiguous();
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.scalar_type() == at::kFloat)
-    convolve<float>(x, weights, spans, states, out);
+    convolve<float>(x, weights, bias, spans, states, out);
   else
-    convolve<shadowkv::BFloat16>(x, weights, spans, states, out);
+    convolve<shadowkv::BFloat16>(x, weights, bias, spans, states, out);
   return out;
 }
 
@@ -169,8 +178,8 @@ TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
       "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) states, "
       "int[]? lengths, Tensor read, Tensor write, float eps) -> Tensor");
   m.def(
-      "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write) -> "
-      "Tensor");
+      "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write, "
+      "Tensor? bias=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {

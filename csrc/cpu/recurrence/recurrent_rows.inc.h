@@ -56,11 +56,12 @@ static void step_state(
   for (; x < columns; ++x) step_columns<float, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
 }
 
-// out [W, CHANNELS_PER_TASK] summed over W with weights, through SiLU. `oldest` is the row of the oldest input.
-static void convolve_channels(const float* weight, const float* inputs, int64_t width, int64_t oldest, float* out) {
-  const Floats zero = {};
+// out [W, CHANNELS_PER_TASK] summed over W with weights, and the bias, through SiLU. `oldest` is the row of the oldest
+// input.
+static void convolve_channels(
+    const float* weight, const float* bias, const float* inputs, int64_t width, int64_t oldest, float* out) {
   for (int64_t x = 0; x < CHANNELS_PER_TASK; x += LANES) {
-    Floats sum = zero;
+    Floats sum = load(bias + x);
     for (int64_t i = 0; i < width; ++i) {
       const int64_t row = oldest + i < width ? oldest + i : oldest + i - width;
       sum += load(weight + i * CHANNELS_PER_TASK + x) * load(inputs + row * CHANNELS_PER_TASK + x);

@@ -13,9 +13,9 @@ from shadowkv.ops.recurrence import Spans
 __all__ = ["causal_convolution", "gated_delta_rule", "missing", "supports"]
 
 
-def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans, bias: Tensor | None = None) -> Tensor:
     """Same as the reference, for float32 or bfloat16. Sums and SiLU are always float32."""
-    return torch.ops.shadowkv.causal_convolution(x, weight, states, spans.lengths, spans.read, spans.write)
+    return torch.ops.shadowkv.causal_convolution(x, weight, states, spans.lengths, spans.read, spans.write, bias)
 
 
 def gated_delta_rule(
