@@ -229,7 +229,7 @@ METHODS = (
     ),
     Method(
         "linear attention (Gated DeltaNet, Mamba-2)",
-        ("layers/gated_delta_net.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
+        ("layers/gated_delta_net.py", "layers/mamba2.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
         ("causal_convolution", "gated_delta_rule", "ssd"),
         ("cpu/recurrence",),
         ("ops/test_gated_delta_rule.py", "ops/test_ssd.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
