@@ -31,7 +31,7 @@ class ModelConfig:
         num_query_heads, num_kv_heads, head_dim: heads of layers whose kind does not have its own
             (``LayerKind.heads``).
         max_position: longest sequence, in tokens, that the model supports.
-        experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
+        experts: the experts of all layers except ``dense_layers`` and ``bare_layers``; None if no layer has experts.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
         bare_layers: numbers of the layers with neither an MLP nor experts.
         draft_layers: number of layers in the files that draft tokens. They follow the other layers.
@@ -250,6 +250,11 @@ class ModelConfig:
         """The config with other sizes of linear attention or of the state space model."""
         kinds = tuple(linear.kind if kind.state else kind for kind in self.layer_kinds)
         return replace(self, linear=linear, layer_kinds=kinds)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
 
     @property
     def has_mlps(self) -> bool:
