@@ -248,7 +248,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": NEMOTRON_H,
     "nemotron_h-experts": {
-        **{**NEMOTRON_H, **NEMOTRON_H_EXPERTS, "time_step_min": 1.5, "time_step_limit": [1.5, float("inf")]},
+        **{
+            **NEMOTRON_H,
+            **NEMOTRON_H_EXPERTS,
+            "n_groups": 3,
+            "time_step_min": 1.5,
+            "time_step_limit": [1.5, float("inf")],
+        },
         "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "mlp", "mamba"],
     },
     "minimax_m2": MINIMAX,
