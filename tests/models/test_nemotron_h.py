@@ -48,7 +48,7 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["awq", "fp8, blocks", "int8", "nvfp4"])
 def test_quantized_checkpoints(kind: str, tmp_path: Path) -> None:
-    sizes = {"mamba_head_dim": 32, "mamba_num_heads": 32, "ssm_state_size": 32}
+    sizes = {"mamba_head_dim": 32, "mamba_num_heads": 48, "ssm_state_size": 32}
     sizes |= dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 64)
     quantized, plain = (load_model(path) for path in write_quantized(tmp_path, kind, "nemotron_h-experts", **sizes))
     assert any(isinstance(module, QuantizedLinear) for module in quantized.model.layers[0].linear_attention.modules())

@@ -33,7 +33,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 STATES = pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=["states fp32", "states bf16"])
 
 
-@pytest.fixture(params=[name for name in NAMES if name != "cpu"])
+@pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Any:
     return import_module(f"shadowkv.ops.linear_attention.{request.param}")
 
@@ -120,6 +120,56 @@ def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.
     assert backend.ssd(*case).isfinite().all()
 
 
+@pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
+def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
+    from shadowkv.ops.linear_attention import cpu
+
+    case, before, results = draw_state_space(None, 2, 2, 64, 48, torch.float32), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            states = case.states.clone()
+            results.append((cpu.ssd(*case._replace(states=states)), states))
+    finally:
+        torch.set_num_threads(before)
+    for out, states in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(states.nan_to_num(), results[0][1].nan_to_num())
+
+
+@pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (RuntimeError, "c is Half, not Float or BFloat16", {"c": torch.zeros(5, 2, 16).half()}),
+        (RuntimeError, "x is BFloat16, not Float", {"x": torch.zeros(5, 4, 16).bfloat16()}),
+        (RuntimeError, r"c has shape \[5, 2, 16\], b has shape \[5, 2, 8\]", {"b": torch.zeros(5, 2, 8)}),
+        (RuntimeError, "4 heads are no multiple of 3 groups", dict.fromkeys("bc", torch.zeros(5, 3, 16))),
+        (RuntimeError, "log_decay and dt have shapes", {"dt": torch.zeros(5, 3)}),
+        (RuntimeError, r"d has shape \[3\], x has shape \[5, 4, 16\]", {"d": torch.zeros(3)}),
+        (RuntimeError, r"states has shape \[15, 4, 8, 16\], rows need", {"states": torch.zeros(15, 4, 8, 16)}),
+        (RuntimeError, "5 spans have 4 rows to read", {"read": torch.zeros(4, dtype=torch.int64)}),
+        (IndexError, r"row 15 is not in \[0, 15\)", {"read": torch.full((5,), 15)}),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "",
+)
+def test_the_binding_refuses_what_does_not_fit(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
+    case = draw_state_space(None, 2, 2, 16, 16, torch.float32)
+    args: dict[str, Any] = {"x": case.x, "dt": case.dt, "log_decay": case.dt * case.a, "b": case.b, "c": case.c}
+    args |= {"d": case.d, "states": case.states, "read": case.spans.read, "write": case.spans.write}
+    with pytest.raises(error, match=match):
+        torch.ops.shadowkv.ssd(*(args | changes).values())
+
+
+@pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_fake_has_the_shape_of_the_op(seed: int, states: torch.dtype) -> None:
+    case = draw_state_space(None, 2, 3, 16, 20, torch.bfloat16)
+    kept, spans = case.states.nan_to_num().to(states), case.spans
+    args = (case.x, case.dt, case.dt * case.a, case.b, case.c, case.d, kept, spans.read, spans.write)
+    torch.library.opcheck(torch.ops.shadowkv.ssd.default, args, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="PyTorch's chunks as elsewhere")
 def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     """6,000 tokens, of a head that forgets a few of them and one that keeps thousands. Transformers' function in
@@ -133,10 +183,12 @@ def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     x, dt, b, c = (one.unsqueeze(0) for one in (case.x, case.dt, case.b, case.c))
     before, options = case.states[case.spans.read].mT, {"chunk_size": 128, "return_final_states": True}
     theirs, their_states = chunk_scan(x, dt, case.a, b, c, D=case.d, initial_states=before, **options)
-    module = import_module(f"shadowkv.ops.linear_attention.{'triton' if DEVICE == 'cuda' else 'reference'}")
-    found = (module.ssd(*case), theirs[0], exact, *(low for low, _ in draws))
-    after = (case.states[written], their_states.mT, exact_states[written], *(low[written] for _, low in draws))
-    for mine, other, oracle, *low in (found, after):
-        assert_close_like_lowp(mine, oracle, *low)
-        mine_lost, other_lost = ((one.double() - oracle).abs().max() for one in (mine, other))
-        assert mine_lost <= 2 * other_lost, f"off by {mine_lost:.3g}, transformers by {other_lost:.3g}"
+    for name in NAMES:
+        states = case.states.clone()
+        module = import_module(f"shadowkv.ops.linear_attention.{name}")
+        found = (module.ssd(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
+        after = (states[written], their_states.mT, exact_states[written], *(low[written] for _, low in draws))
+        for mine, other, oracle, *low in (found, after):
+            assert_close_like_lowp(mine, oracle, *low)
+            mine_lost, other_lost = ((one.double() - oracle).abs().max() for one in (mine, other))
+            assert mine_lost <= 2 * other_lost, f"{name} is off by {mine_lost:.3g}, transformers by {other_lost:.3g}"

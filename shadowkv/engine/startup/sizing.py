@@ -109,9 +109,9 @@ def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
 
 def _inner_numbers(model: ModelConfig) -> int:
     """Returns the maximum number of values per token that exist at the same time within an MLP or a mixture of
-    experts."""
+    experts. Gates are counted, also of models that have none (``relu2``)."""
     widest = 2 if model.double_wide_mlp else 1
-    dense = 3 * widest * model.intermediate_size if model.has_mlps else 0  # a gate may be missing
+    dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:
         return dense
     hidden, inner, shared = model.hidden_size, model.experts.intermediate_size, model.experts.shared_size
