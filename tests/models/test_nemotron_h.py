@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import peak_bytes
 from bad_files import edit_json
 from dense_cache import packed_logits
 from families import build, oracle_logits
@@ -15,8 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_families import assert_same, sequences
 from test_quantized_formats import assert_close
 
+from shadowkv.engine.startup.sizing import block_bytes
 from shadowkv.layers.quantized_matrix import QuantizedLinear
+from shadowkv.layers.spec import StateSpace
 from shadowkv.models import load_config, load_model
+from shadowkv.ops.linear_attention.reference import ssd
+from shadowkv.ops.recurrence import Spans
 
 
 def test_blocks_can_be_letters(tmp_path: Path) -> None:
@@ -53,6 +58,20 @@ def test_quantized_checkpoints(kind: str, tmp_path: Path) -> None:
     quantized, plain = (load_model(path) for path in write_quantized(tmp_path, kind, "nemotron_h-experts", **sizes))
     assert any(isinstance(module, QuantizedLinear) for module in quantized.model.layers[0].linear_attention.modules())
     assert_close(packed_logits(quantized.model, sequences()), packed_logits(plain.model, sequences()))
+
+
+def test_what_is_left_for_a_block_is_what_mamba_2_takes(seed: int) -> None:
+    """Its projections, and the state space model of Nemotron 3 Nano's shapes."""
+    config, tokens = load_config("nemotron-3-nano-30b-a3b"), 1024
+    sizes = config.linear
+    assert isinstance(sizes, StateSpace)
+    x = torch.randn(tokens, sizes.heads, sizes.head_dim).bfloat16()
+    b, c = torch.randn(2, tokens, sizes.groups, sizes.state_dim).bfloat16()
+    dt, a = torch.rand(tokens, sizes.heads), -torch.rand(sizes.heads)
+    states, row = torch.zeros(1, sizes.heads, sizes.state_dim, sizes.head_dim), torch.zeros(1, dtype=torch.int64)
+    taken = peak_bytes(lambda: ssd(x, dt, a, b, c, a, states, Spans((tokens,), row, row)))
+    projected = tokens * (config.hidden_size + 2 * (sizes.channels + sizes.values)) * 2
+    assert taken + projected <= block_bytes(config, tokens, torch.bfloat16) <= 1.5 * taken + projected
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,13 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
     """Returns the peak device bytes of a block in linear attention or in Mamba-2. They are the projections, the
     convolution's results, and numbers in float32: about three copies of queries, keys, values and results, or with
-    Mamba-2 about six copies of values and three of what a token adds to each token of its chunk."""
+    Mamba-2 about seven copies of x, two each of B and C, and three of the products of a chunk's tokens."""
     linear = model.linear
     if linear is None:
         return 0
     projected = model.stream_size + 2 * (linear.channels + linear.values)
     if isinstance(linear, StateSpace):
-        wide = 6 * linear.values + 3 * linear.heads * CHUNK
+        wide = 7 * linear.values + 4 * linear.keys + 3 * linear.heads * CHUNK
     else:
         wide = 3 * linear.value_heads * (2 * linear.key_dim + 3 * linear.value_dim)
     return block * (projected * dtype.itemsize + 4 * wide)
