@@ -42,7 +42,7 @@ AS_AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 SHADOW
 # Products, attention and models on CPUs, which each instruction set and number of threads computes in an order of its
 # own.
 NUMERIC := $(addprefix tests/ops/test_,attention_ops.py causal_convolution.py cpu_attend_selected.py \
-  cpu_sketch_queries.py decode_layers.py dense_attention.py fp8_ops.py gated_delta_rule.py prefill_blocks.py quantized_blocks.py quantized_groups.py) \
+  cpu_sketch_queries.py decode_layers.py dense_attention.py fp8_ops.py gated_delta_rule.py prefill_blocks.py quantized_blocks.py quantized_groups.py ssd.py) \
   $(addprefix tests/models/test_,experts.py families.py fp8.py packed_experts_models.py)
 
 test: .venv/.installed-test ## Run all tests but slow ones, JOBS at a time (some: make test ARGS="tests/test_x.py -k name")

@@ -228,11 +228,11 @@ METHODS = (
         ("ops/test_triton_ops.py", "ops/test_rope.py", "models/test_families.py"),
     ),
     Method(
-        "linear attention (Gated DeltaNet)",
-        ("layers/gated_delta_net.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
-        ("causal_convolution", "gated_delta_rule"),
+        "linear attention (Gated DeltaNet, Mamba-2)",
+        ("layers/gated_delta_net.py", "layers/mamba2.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
+        ("causal_convolution", "gated_delta_rule", "ssd"),
         ("cpu/recurrence",),
-        ("ops/test_gated_delta_rule.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
+        ("ops/test_gated_delta_rule.py", "ops/test_ssd.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
         (("causal_convolution", "fla-core"),),
     ),
     Method(

@@ -1,5 +1,5 @@
-"""The decoder layer: attention or linear attention, and an MLP or experts, around the residual stream. ``forward.py``
-calls it."""
+"""The decoder layer: attention, linear attention or Mamba-2, then an MLP or experts, around the residual stream.
+``forward.py`` calls it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from shadowkv.layers.attention import Attention, Cache
 from shadowkv.layers.gated_delta_net import GatedDeltaNet
+from shadowkv.layers.mamba2 import Mamba2
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.moe import MixtureOfExperts, MixtureOfNormedExperts
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.per_layer_inputs import AddedInput, LayerInput
-from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.spec import LayerSpec, StateSpace
 
 
 class DecoderLayer(nn.Module):
@@ -29,6 +30,9 @@ class DecoderLayer(nn.Module):
         reuses_keys: whether this layer attends to an earlier layer's keys and values, and has none of its own.
     """
 
+    linear_attention: GatedDeltaNet | Mamba2 | None
+    mlp_norm: RMSNorm | None
+    mlp: MLP | MixtureOfExperts | None
     post_attention_norm: RMSNorm | None
     post_mlp_norm: RMSNorm | None
     scale: nn.Parameter | None
@@ -42,14 +46,18 @@ class DecoderLayer(nn.Module):
 
         self.attention_norm = norm()
         self.attention = Attention(spec) if spec.linear is None else None
-        self.linear_attention = None if spec.linear is None else GatedDeltaNet(spec, spec.linear)
-        self.mlp_norm = norm()
-        self.mlp: MLP | MixtureOfExperts
-        if spec.experts is None:
-            self.mlp = MLP(spec, spec.intermediate_size)
+        if spec.linear is None:
+            self.linear_attention = None
+        elif isinstance(spec.linear, StateSpace):
+            self.linear_attention = Mamba2(spec, spec.linear)
         else:
+            self.linear_attention = GatedDeltaNet(spec, spec.linear)
+        if spec.experts is not None:
             kind = MixtureOfNormedExperts if spec.experts.separate_norms else MixtureOfExperts
             self.mlp = kind(spec, spec.experts)
+        else:
+            self.mlp = MLP(spec, spec.intermediate_size) if spec.intermediate_size else None
+        self.mlp_norm = None if self.mlp is None else norm()
         self.post_attention_norm = norm() if spec.post_norms else None
         self.post_mlp_norm = norm() if spec.post_norms else None
         self.added_input = AddedInput(spec) if spec.per_layer_input_size else None
@@ -58,8 +66,8 @@ class DecoderLayer(nn.Module):
             self.scale = nn.Parameter(torch.empty(1, dtype=spec.dtype, device=spec.device), requires_grad=False)
 
     @property
-    def _mixer(self) -> Attention | GatedDeltaNet:
-        """The module that mixes the tokens of a sequence: attention, or linear attention."""
+    def _mixer(self) -> Attention | GatedDeltaNet | Mamba2:
+        """The module that mixes the tokens of a sequence: attention, linear attention or Mamba-2."""
         mixer = self.attention or self.linear_attention
         assert mixer is not None
         return mixer
@@ -69,8 +77,9 @@ class DecoderLayer(nn.Module):
     ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Runs the layer up to the point where attention may have to wait for the host.
 
-        The returned function finishes the layer. It returns the new residual stream and the MLP's output, each [n, D],
-        for the n tokens that need attention. For the other tokens, only keys and values are computed.
+        The returned function finishes the layer. It returns the new residual stream and the output of the MLP, or of
+        attention in a layer without an MLP, each [n, D], for the n tokens that need attention. For the other tokens,
+        only keys and values are computed.
 
         Args:
             x: residual stream [T, D]; D is the hidden size.
@@ -96,8 +105,10 @@ class DecoderLayer(nn.Module):
     def _finish(self, x: Tensor, attended: Tensor, batch: Any, own: LayerInput | None) -> tuple[Tensor, Tensor]:
         if self.post_attention_norm is not None:
             attended = self.post_attention_norm(attended)
-        x, normed = self.mlp_norm.after_add(x, attended)
         mlp = self.mlp
+        if mlp is None or self.mlp_norm is None:
+            return x, attended
+        x, normed = self.mlp_norm.after_add(x, attended)
         hidden = mlp.of_residual(x, normed) if isinstance(mlp, MixtureOfNormedExperts) else mlp(normed)
         if self.post_mlp_norm is not None:
             hidden = self.post_mlp_norm(hidden)

@@ -4,18 +4,20 @@ of attention."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
+from shadowkv.kvcache.recurrent.recurrent_part import over_rounds
 from shadowkv.layers.attention import Cache
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LayerSpec, LinearAttention, projection
+from shadowkv.ops.recurrence import Spans
 
 
 class GatedDeltaNet(Computing):
@@ -66,34 +68,17 @@ class GatedDeltaNet(Computing):
         qkv, z = self.qkvz(x).split((self.sizes.channels, self.sizes.values), dim=-1)
         beta, rate = self.beta_decay(x).float().chunk(2, dim=-1)
         log_decay = -self.log_rate.exp() * F.softplus(rate + self.rate_bias)
-        beta = beta.sigmoid()
         states, parts = cache.states(self.layer, batch)
-        outs, start = [], 0
-        for part in parts:
-            rows = slice(start, start := start + part.num_tokens)
-            outs.append(self._part(qkv[rows], log_decay[rows], beta[rows], states, part))
-        return outs[0] if len(outs) == 1 else torch.cat(outs), z
+        compute = partial(self._round, states)
+        return over_rounds(parts, compute, qkv, log_decay, beta.sigmoid()), z
 
-    def _part(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, states: dict[str, Tensor], part: RecurrentPart
-    ) -> Tensor:
-        """Returns the delta rule's results [T, H, dv] for a part of the batch. The part's rounds are computed one after
-        another, because a round reads states that earlier rounds have written."""
+    def _round(self, states: dict[str, Tensor], qkv: Tensor, log_decay: Tensor, beta: Tensor, spans: Spans) -> Tensor:
+        """Returns the delta rule's results [T, H, dv] for the tokens of a round."""
         sizes = self.sizes
-        of_rounds = list[tuple[Tensor | None, Tensor]]()
-        for rows, spans in part.rounds:
-            x, decay, rate = (x if rows is None else x[rows] for x in (qkv, log_decay, beta))
-            mixed = self.ops.causal_convolution(x, self.convolution.squeeze(1), states[CONVOLUTION], spans)
-            q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
-            q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
-            v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-            if sizes.tiled:  # the op gives a key head to neighbouring value heads, so each value head gets a copy here
-                q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
-            of_rounds.append((rows, self.ops.gated_delta_rule(q, k, v, decay, rate, states[RECURRENT], spans)))
-        (rows, out), *others = of_rounds
-        if rows is not None:
-            out = qkv.new_empty(len(qkv), *out.shape[1:]).index_copy_(0, rows, out)
-        for rows, result in others:
-            assert rows is not None, "a round with all tokens is the only round"
-            out.index_copy_(0, rows, result)
-        return out
+        mixed = self.ops.causal_convolution(qkv, self.convolution.squeeze(1), states[CONVOLUTION], spans)
+        q, k, v = mixed.split((sizes.keys, sizes.keys, sizes.values), dim=-1)
+        q, k = (x.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for x in (q, k))
+        v = v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+        if sizes.tiled:  # the op gives a key head to neighbouring value heads, so each value head gets a copy here
+            q, k = (x.repeat(1, sizes.value_heads // sizes.key_heads, 1) for x in (q, k))
+        return self.ops.gated_delta_rule(q, k, v, log_decay, beta, states[RECURRENT], spans)

@@ -1,4 +1,4 @@
-"""Gated MLP (arXiv:2002.05202)."""
+"""The MLP, with a gate (arXiv:2002.05202) or without one (``relu2``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from torch import Tensor
 
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.spec import LayerSpec, projection
+from shadowkv.ops.activation_rows.reference import inputs_of
 
 
 class MLP(Computing):
-    """Computes down(activation(gate(x)) * up(x)). Gate and up are one matrix product. Inputs and outputs are [T, D]: T
-    tokens, D the hidden size.
+    """Computes down(activation(gate(x)) * up(x)). Gate and up are one matrix product. With ``relu2``, there is no gate
+    (``gated_activation``). Inputs and outputs are [T, D]: T tokens, D the hidden size.
 
     Args:
         spec: spec of the layer.
@@ -24,7 +25,7 @@ class MLP(Computing):
         super().__init__()
         self.group = spec.group
         self.activation = spec.activation
-        self.gate_up = projection(spec, f"{name}.gate_up", spec.hidden_size, 2 * size)
+        self.gate_up = projection(spec, f"{name}.gate_up", spec.hidden_size, inputs_of(spec.activation) * size)
         self.down = projection(spec, f"{name}.down", size, spec.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.quantized_matrix import QuantizedMatrix
 from shadowkv.layers.spec import Experts, LayerSpec
+from shadowkv.ops.activation_rows.reference import inputs_of
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.quantized.rows import QuantizedRows
 
@@ -101,7 +102,7 @@ class ExpertsProjection(Computing):
 
 
 class RoutedExperts(Computing):
-    """The experts that tokens choose from, each a gated MLP. With expert parallelism, only this rank's experts."""
+    """The experts that tokens choose from, each an MLP. With expert parallelism, only this rank's experts."""
 
     calls = ("gated_activation", "sort_by_expert", "sum_experts")
 
@@ -110,7 +111,9 @@ class RoutedExperts(Computing):
         self.activation = spec.activation
         size, hidden = experts.intermediate_size, spec.hidden_size
         self.first, self.count, self.all_here = experts.here[0], experts.count, experts.count == experts.routing.experts
-        self.gate_up = ExpertsProjection(spec, "mlp.experts.gate_up", experts, hidden, 2 * size)
+        self.gate_up = ExpertsProjection(
+            spec, "mlp.experts.gate_up", experts, hidden, inputs_of(spec.activation) * size
+        )
         self.down = ExpertsProjection(spec, "mlp.experts.down", experts, size, hidden)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

@@ -71,3 +71,24 @@ class JointNorm(RMSNorm):
         scale = torch.rsqrt(self.group.sum(squares) / self.size + self.eps)
         normed = self.weight * (flat * scale).to(self.weight.dtype)
         return normed.to(x.dtype).view(x.shape)
+
+
+class GroupNorm(nn.Module):
+    """RMSNorm that normalises each of ``count`` groups of neighbouring dimensions by itself. Each dimension has its own
+    weight.
+
+    Args:
+        size: dimensions of all groups together.
+        count: number of groups.
+    """
+
+    def __init__(self, size: int, count: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.count, self.eps = count, eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size] in the dtype of x."""
+        groups = x.float().unflatten(-1, (self.count, -1))
+        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) * self.weight.float()).to(x.dtype)

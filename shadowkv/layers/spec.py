@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -177,6 +177,20 @@ class LinearAttention:
     further: tuple[StateArray, ...] = ()
 
     @property
+    def shares(self) -> tuple[int, str]:
+        """How many equal parts the layer can be divided into, and the name of what they are."""
+        return self.key_heads, "key head"
+
+    def part(self, shares: int) -> LinearAttention:
+        """The sizes of a rank that has some of the ``shares``."""
+        return replace(self, key_heads=shares, value_heads=shares * self.value_heads // self.key_heads)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Names of sizes of the layer's products, with the sizes."""
+        return {"keys of linear attention": self.keys, "values of linear attention": self.values}
+
+    @property
     def keys(self) -> int:
         """Number of dimensions of all key heads together, and also of all query heads together."""
         return self.key_heads * self.key_dim
@@ -200,6 +214,67 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class StateSpace:
+    """The state space model that replaces attention in some layers (``Mamba2``).
+
+    Attributes:
+        groups: groups of heads. The heads of a group share what goes into their states (B) and what reads them (C).
+        heads: heads of all groups; a multiple of ``groups``.
+        state_dim: N, dimensions of B and C.
+        head_dim: P, dimensions of a head.
+        kernel: width of the convolution, in tokens.
+        time_limits: the least and the largest time step.
+    """
+
+    groups: int
+    heads: int
+    state_dim: int
+    head_dim: int
+    kernel: int
+    time_limits: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def shares(self) -> tuple[int, str]:
+        """As ``LinearAttention.shares``."""
+        return self.groups, "group"
+
+    def part(self, shares: int) -> StateSpace:
+        """As ``LinearAttention.part``."""
+        return replace(self, groups=shares, heads=shares * self.heads // self.groups)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """As ``LinearAttention.widths``."""
+        return {"inputs of Mamba-2": self.values, "outputs of Mamba-2's first projection": self.projected}
+
+    @property
+    def keys(self) -> int:
+        """Number of dimensions of B in all groups together, and also of C."""
+        return self.groups * self.state_dim
+
+    @property
+    def values(self) -> int:
+        """Number of dimensions of all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: the heads' inputs, B and C."""
+        return self.values + 2 * self.keys
+
+    @property
+    def projected(self) -> int:
+        """Outputs of the first projection: output gates, the convolution's inputs and time steps."""
+        return self.values + self.channels + self.heads
+
+    @property
+    def kind(self) -> LayerKind:
+        """As ``LinearAttention.kind``."""
+        inputs = StateArray(CONVOLUTION, (self.channels, self.kernel - 1))
+        return LayerKind(state=(inputs, StateArray(RECURRENT, (self.heads, self.state_dim, self.head_dim), sums=True)))
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """The spec of one decoder layer. Layers of a model differ only in the attributes up to ``row_blocks``.
 
@@ -209,16 +284,16 @@ class LayerSpec:
             to, or its recurrent state.
         reuses_keys: whether the layer attends to an earlier layer's keys and values, and has none of its own.
         keys_are_values: whether keys, before their norm, are also the values.
-        intermediate_size: I, width of the MLP.
+        intermediate_size: I, width of the MLP; 0 if the layer has neither an MLP nor experts.
         experts: the mixture of experts that replaces the MLP; None for an MLP.
-        linear: the linear attention that replaces attention; None for attention.
+        linear: the linear attention or the state space model that replaces attention; None for attention.
         indexer: the indexer that selects what a query attends to; None without one.
         n_grams: the n-gram embeddings that the layer adds to all streams; None without them.
         row_blocks: the row blocks of each weight that stays quantized as in the checkpoint, by the weight's name within
             the layer.
         hidden_size: D, width of the residual stream.
         rms_norm_eps: added to the mean square in every RMSNorm.
-        activation: activation of the MLP's gate, one that the op ``gated_activation`` supports. The name is the one in
+        activation: activation of the MLP, one that the op ``gated_activation`` supports. The name is the one in
             Hugging Face configs, if they have one.
         qkv_bias: whether the query, key and value projections have a bias.
         out_bias: whether the attention's output projection has a bias.
@@ -248,7 +323,7 @@ class LayerSpec:
     keys_are_values: bool
     intermediate_size: int
     experts: Experts | None
-    linear: LinearAttention | None
+    linear: LinearAttention | StateSpace | None
     indexer: Indexer | None
     n_grams: NGrams | None
     row_blocks: Mapping[str, tuple[RowBlock, ...]]

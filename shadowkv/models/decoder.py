@@ -303,7 +303,7 @@ def _layer(
         cached_as=config.cached_as(layer),
         reuses_keys=config.reuses_keys(layer),
         keys_are_values=config.has_keys_as_values(layer),
-        intermediate_size=config.intermediate_size * config.widening_of(layer),
+        intermediate_size=config.width_of(layer),
         experts=config.experts_of(layer),
         linear=config.linear_of(layer),
         indexer=config.indexer_of(layer),

@@ -67,6 +67,7 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
     "qwen3.5-9b": Shape("Qwen/Qwen3.5-9B"),
     "qwen3.5-27b": Shape("Qwen/Qwen3.5-27B"),
     "qwen3.5-35b-a3b": Shape("Qwen/Qwen3.5-35B-A3B"),
+    "nemotron-3-nano-30b-a3b": Shape("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
     "glm-4-9b-1m": Shape("zai-org/glm-4-9b-chat-1m-hf"),
     "glm-4.5-air": Shape("zai-org/GLM-4.5-Air"),
     "mixtral-8x7b": Shape("mistralai/Mixtral-8x7B-Instruct-v0.1"),

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons
-from shadowkv.models.configs.config_json import FIELDS, ROPE_OBJECTS, plain_config
+from shadowkv.models.configs.config_json import ROPE_OBJECTS, plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.configs.rope import unread_fields
-from shadowkv.models.registry import config_from_hf, family
+from shadowkv.models.registry import config_from_hf, fields_of
 from shadowkv.wording import SettingsError
 
 _BASE = ("rope_theta", "partial_rotary_factor")
@@ -60,7 +60,7 @@ def _overridden(hf: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 
 def _check(hf: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     architecture = str(hf.get("model_type"))
-    known = (*FIELDS, *family(architecture).FIELDS)
+    known = fields_of(architecture)
     unknown = [str(name) for name in overrides if name not in known]
     if unknown:
         raise ValueError(f"{architecture} models read no {', '.join(unknown)}; they read {', '.join(known)}")

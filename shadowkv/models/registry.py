@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from shadowkv.models.checkpoints.files import unsupported
-from shadowkv.models.configs.config_json import plain_config
+from shadowkv.models.configs.config_json import FIELDS, plain_config
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.weight_names import DraftHeadNames, Targets
 
@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3_5_moe": "hybrids.qwen3_5_moe",
     "qwen3_5_moe_text": "hybrids.qwen3_5_moe",
     "qwen3_next": "hybrids.qwen3_next",
+    "nemotron_h": "hybrids.nemotron_h",
     "qwen4_exp": "hybrids.qwen4_exp",
     "qwen4_exp_text": "hybrids.qwen4_exp",
     "gemma3": "gemma3",
@@ -53,8 +54,9 @@ _OF_KEYS = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)
 class Family(Protocol):
     """The interface of a family's module.
 
-    The module can also have a function ``text_weight``, and constants ``INTERLEAVED_EXPERTS`` and ``DRAFT_HEAD``. This
-    module's ``text_weight``, ``has_interleaved_experts`` and ``draft_head_names`` say what these are.
+    The module can also have a function ``text_weight``, and constants ``UNREAD``, ``INTERLEAVED_EXPERTS`` and
+    ``DRAFT_HEAD``. This module's ``text_weight``, ``fields_of``, ``has_interleaved_experts`` and ``draft_head_names``
+    say what these are.
 
     Attributes:
         FIELDS: fields of config.json that the family reads besides those that every family reads.
@@ -82,6 +84,13 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None = None) -> Mode
     """Returns the ModelConfig of a config.json's content; raises ValueError if it cannot be run. ``max_model_len``
     chooses LongRoPE's factors; ``ModelConfig.with_limits`` applies it as a limit."""
     return family(str(hf.get("model_type"))).config_from_hf(plain_config(hf), max_model_len)
+
+
+def fields_of(model_type: str) -> tuple[str, ...]:
+    """The fields of config.json that a family reads: those of every family except its ``UNREAD``, and its own."""
+    own = family(model_type)
+    unread: tuple[str, ...] = getattr(own, "UNREAD", ())
+    return (*(name for name in FIELDS if name not in unread), *own.FIELDS)
 
 
 def text_weight(config: ModelConfig) -> Callable[[str], str | None]:

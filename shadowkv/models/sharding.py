@@ -17,9 +17,10 @@ from operator import itemgetter
 from shadowkv.kvcache.parts import key_part, resolve
 from shadowkv.kvcache.policy.shape import Heads, share
 from shadowkv.kvcache.policy.spec import KVSpec
-from shadowkv.layers.spec import LinearAttention
+from shadowkv.layers.spec import LinearAttention, StateSpace
 from shadowkv.models.checkpoints.stored_weight import Stored, dense
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.ops.activation_rows.reference import inputs_of
 from shadowkv.ops.quantized.rows import Form, QuantizedRows
 from shadowkv.wording import SettingsError, counted
 
@@ -169,19 +170,20 @@ class Shard:
         return self._inner("the shared expert's intermediate_size", width) if width else (0, 0)
 
     @property
-    def linear_heads(self) -> Span:
-        """This rank's key heads of linear attention. The rank also has the value heads that belong to these."""
-        assert self.whole.linear is not None, "there is no linear attention"
-        heads = self.whole.linear.key_heads
-        if self.whole.linear.tiled and self.size > 1:
+    def linear_share(self) -> Span:
+        """This rank's key heads of linear attention, with the value heads that belong to these; or its groups of heads
+        of Mamba-2."""
+        linear = self.whole.linear
+        assert linear is not None, "there is no linear attention"
+        count, name = linear.shares
+        if isinstance(linear, LinearAttention) and linear.tiled and self.size > 1:
             reason = f"tensor_parallel_size={self.size}: GGUF files of {self.whole.architecture} run on one rank"
             raise SettingsError(f"{reason}; use safetensors files", ["tensor_parallel_size"])
-        if self.size > heads:
-            reason = (
-                f"tensor_parallel_size={self.size} is more than the {counted(heads, 'key head')} of linear attention"
-            )
+        if self.size > count:
+            layers = "linear attention" if isinstance(linear, LinearAttention) else "Mamba-2"
+            reason = f"tensor_parallel_size={self.size} is more than the {counted(count, name)} of {layers}"
             raise SettingsError(reason, ["tensor_parallel_size"])
-        return share(heads, self.rank, self.size)
+        return share(count, self.rank, self.size)
 
     @property
     def vocabulary(self) -> Span:
@@ -204,9 +206,7 @@ class Shard:
             intermediate_size=_length(self.inner) if whole.has_mlps else whole.intermediate_size,
         )
         if whole.linear is not None and self.size > 1:
-            heads = _length(self.linear_heads)
-            groups = whole.linear.value_heads // whole.linear.key_heads
-            config = config.with_linear(replace(whole.linear, key_heads=heads, value_heads=heads * groups))
+            config = config.with_linear(whole.linear.part(_length(self.linear_share)))
         if whole.experts is None or self.size == 1:
             return config
         experts = replace(
@@ -278,7 +278,13 @@ class Shard:
         q, kv, dim = heads.num_query_heads * heads.head_dim, heads.kv_dim, heads.head_dim
         queries, keys = _times(self.query_heads(heads), dim), _times(self.kv_heads(heads), dim)
         if module.startswith("linear_attention") and whole.linear is not None:
-            return self._cut_linear(name, whole.linear)
+            name = name.removeprefix("linear_attention.")
+            linear = whole.linear
+            return (
+                self._cut_linear(name, linear)
+                if isinstance(linear, LinearAttention)
+                else self._cut_mamba2(name, linear)
+            )
         if module.startswith(("mlp.experts.", "mlp.shared.")):
             return self._cut_experts(module, kind, wide)
         if module == "attention.qkv":
@@ -293,7 +299,11 @@ class Shard:
             return Cut((queries if module == "attention.query_norm" else keys,))
         if module == "mlp.gate_up":
             inner = _times(self.inner, wide)
-            return Cut((inner, _moved(inner, wide * whole.intermediate_size)))
+            return Cut(
+                tuple(
+                    _moved(inner, part * wide * whole.intermediate_size) for part in range(inputs_of(whole.activation))
+                )
+            )
         if module in ("attention.out", "mlp.down"):
             if kind == "bias":  # the outputs are summed, so only one rank has the bias
                 return Cut(((0, whole.hidden_size),) if self.rank == 0 else ())
@@ -303,8 +313,8 @@ class Shard:
     def _cut_linear(self, name: str, linear: LinearAttention) -> Cut | None:
         """Computes ``cut`` for linear attention."""
         groups = linear.value_heads // linear.key_heads
-        heads = _times(self.linear_heads, groups)
-        keys, values = _times(self.linear_heads, linear.key_dim), _times(heads, linear.value_dim)
+        heads = _times(self.linear_share, groups)
+        keys, values = _times(self.linear_share, linear.key_dim), _times(heads, linear.value_dim)
         channels = keys, _moved(keys, linear.keys), _moved(values, 2 * linear.keys)
         rows = {
             "qkvz.weight": (*channels, _moved(values, linear.channels)),
@@ -313,10 +323,25 @@ class Shard:
             "log_rate": (heads,),
             "rate_bias": (heads,),
         }
-        name = name.removeprefix("linear_attention.")
         if name == "out.weight":
             return Cut(((0, self.whole.hidden_size),), values)
         return Cut(rows[name]) if name in rows else None
+
+    def _cut_mamba2(self, name: str, sizes: StateSpace) -> Cut:
+        """Computes ``cut`` for Mamba-2. ``name`` is the parameter's name within ``Mamba2``."""
+        heads = _times(self.linear_share, sizes.heads // sizes.groups)
+        keys, values = _times(self.linear_share, sizes.state_dim), _times(heads, sizes.head_dim)
+        if name == "out.weight":
+            return Cut(((0, self.whole.hidden_size),), values)
+        channels = values, _moved(keys, sizes.values), _moved(keys, sizes.values + sizes.keys)
+        projected = *(_moved(span, sizes.values) for span in channels), _moved(heads, sizes.values + sizes.channels)
+        rows = {
+            "zxbcdt.weight": (values, *projected),
+            "convolution": channels,
+            "convolution_bias": channels,
+            "norm.weight": (values,),
+        }
+        return Cut(rows.get(name, (heads,)))
 
     def _cut_experts(self, module: str, kind: str, wide: int) -> Cut:
         """Computes ``cut`` for a parameter of the shared expert or of the routed experts. In this layer the shared
@@ -332,10 +357,11 @@ class Shard:
             if kind == "bias":  # the outputs are summed, so only one rank has the bias
                 return Cut((rows,) if inner == (0, size) or self.rank == 0 else ())
             return Cut((rows,), None if inner == (0, size) else inner)
+        inputs = inputs_of(self.whole.activation)
         if inner == (0, size):
-            return Cut(((numbers.start * 2 * size, numbers.stop * 2 * size),))
-        halves = range(2 * numbers.start, 2 * numbers.stop)
-        return Cut(tuple(_moved(inner, half * size) for half in halves))
+            return Cut(((numbers.start * inputs * size, numbers.stop * inputs * size),))
+        parts = range(inputs * numbers.start, inputs * numbers.stop)
+        return Cut(tuple(_moved(inner, part * size) for part in parts))
 
     def pieces(self, parameter: str, start: int, stop: int, stored: Stored) -> Iterator[tuple[slice, Stored]]:
         """Yields this rank's parts of ``stored``, which is rows ``start`` to ``stop`` of the whole parameter. Each part

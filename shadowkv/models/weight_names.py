@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shadowkv.layers.spec import Experts
 from shadowkv.models.configs.model_config import ModelConfig
+from shadowkv.ops.activation_rows.reference import inputs_of
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ def decoder_targets(
                 targets |= rows(f"{attention}.v_proj", qkv, q + kv, q + 2 * kv, config.qkv_bias)
         if config.linear_of(layer) is None:
             targets |= rows(f"{attention}.o_proj", f"{ours}.attention.out", 0, hidden, config.attention_out_bias)
-        experts = config.experts_of(layer)
-        if experts is None:
-            size = config.intermediate_size * config.widening_of(layer)
-            targets |= _mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, size, joined_gate_up=joined_gate_up)
-        else:
-            targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, shared_expert, router)
         targets |= rows(f"{theirs}.input_layernorm", f"{ours}.attention_norm", 0, hidden)
-        targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
+        experts, size, gated = config.experts_of(layer), config.width_of(layer), inputs_of(config.activation) == 2
+        if experts is not None:
+            targets |= _experts(f"{theirs}.mlp", f"{ours}.mlp", hidden, experts, gated, shared_expert, router)
+        elif size:
+            targets |= _mlp(f"{theirs}.mlp", f"{ours}.mlp", hidden, size, gated, joined_gate_up=joined_gate_up)
+        if layer not in config.bare_layers:
+            targets |= rows(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", 0, hidden)
     return targets
 
 
@@ -165,21 +166,24 @@ def _mlp(
     ours: str,
     hidden: int,
     size: int,
+    gated: bool,
     number: int = 0,
     joined_gate_up: bool = False,
     bias: bool = False,
 ) -> Targets:
-    """Returns the targets of an MLP. If parameters hold the rows of several MLPs, this MLP is the ``number``-th of
-    them."""
-    first = 2 * number * size
+    """Returns the targets of an MLP, with or without a gate. If parameters hold the rows of several MLPs, this MLP is
+    the ``number``-th of them."""
+    first = (2 if gated else 1) * number * size
     down = rows(f"{theirs}.down_proj", f"{ours}.down", number * hidden, (number + 1) * hidden, bias)
     if joined_gate_up:
         return rows(f"{theirs}.gate_up_proj", f"{ours}.gate_up", first, first + 2 * size) | down
+    if not gated:
+        return rows(f"{theirs}.up_proj", f"{ours}.gate_up", first, first + size, bias) | down
     gate = rows(f"{theirs}.gate_proj", f"{ours}.gate_up", first, first + size, bias)
     return gate | rows(f"{theirs}.up_proj", f"{ours}.gate_up", first + size, first + 2 * size, bias) | down
 
 
-def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str, router: str) -> Targets:
+def _experts(theirs: str, ours: str, hidden: int, experts: Experts, gated: bool, shared: str, router: str) -> Targets:
     """Targets of a mixture of experts, with separate names for all experts (``checkpoints.experts``)."""
     count = experts.routing.experts
     targets = rows(f"{theirs}.{router}", f"{ours}.router.logits", 0, count, experts.biases)
@@ -188,9 +192,9 @@ def _experts(theirs: str, ours: str, hidden: int, experts: Experts, shared: str,
         targets[correction] = Target(f"{ours}.router.correction_bias", 0, count)
     for expert in range(count):
         mlp = f"{theirs}.experts.{expert}"
-        targets |= _mlp(mlp, f"{ours}.experts", hidden, experts.intermediate_size, expert, bias=experts.biases)
+        targets |= _mlp(mlp, f"{ours}.experts", hidden, experts.intermediate_size, gated, expert, bias=experts.biases)
     if experts.shared_size:
-        targets |= _mlp(f"{theirs}.{shared}", f"{ours}.shared", hidden, experts.shared_size)
+        targets |= _mlp(f"{theirs}.{shared}", f"{ours}.shared", hidden, experts.shared_size, gated)
     if experts.shared_gate:
         targets |= rows(f"{theirs}.{shared}_gate", f"{ours}.shared_gate", 0, 1)
     return targets

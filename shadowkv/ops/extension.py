@@ -64,6 +64,7 @@ def cpu_missing() -> list[str]:
         _select_by_sketch,
         _sign_scores,
         _sketch_queries,
+        _ssd,
     )
     return _load(path, "shadowkv", {fake.__name__[1:]: fake for fake in functions})
 
@@ -145,6 +146,10 @@ def _sketch_queries(q: Tensor, maps: Tensor, states: Tensor) -> tuple[Tensor, ..
     whole = q.new_empty(batch, heads, 8, plane_bytes(dim), dtype=torch.int8)
     total, planes = unit.int(), whole[:, :, :PLANES].to(torch.uint8)
     return whole, unit, total, planes, total.clone(), unit.clone()
+
+
+def _ssd(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _quantized_matmul(x: Tensor, blocks: Tensor, form: str) -> Tensor:

@@ -17,7 +17,7 @@ from shadowkv.ops.expert_rows.reference import sort_by_expert, sum_experts
 from shadowkv.ops.fetch_chunks.reference import fetch_chunks
 from shadowkv.ops.grouped_matmul.reference import grouped_matmul
 from shadowkv.ops.grouped_quantized_matmul.reference import grouped_quantized_matmul
-from shadowkv.ops.linear_attention.reference import causal_convolution, gated_delta_rule
+from shadowkv.ops.linear_attention.reference import causal_convolution, gated_delta_rule, ssd
 from shadowkv.ops.low_rank_basis.reference import low_rank_basis
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
@@ -82,6 +82,7 @@ class References:
         self.sketch_keys = sketch_keys
         self.sketch_queries = sketch_queries
         self.sort_by_expert = sort_by_expert
+        self.ssd = ssd
         self.sum_experts = sum_experts
         self.whiten_rows = whiten_rows
         self.write_rows = write_rows

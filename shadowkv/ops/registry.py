@@ -35,7 +35,7 @@ FOLDERS = {
     **dict.fromkeys(("append_block", "append_tokens", "gather_context", "write_rows"), "copies"),
     **dict.fromkeys(("chunk_mean_scores", "min_max_scores", "find_outliers"), "chunk_scores"),
     **dict.fromkeys(("sort_by_expert", "sum_experts"), "expert_rows"),
-    **dict.fromkeys(("causal_convolution", "gated_delta_rule"), "linear_attention"),
+    **dict.fromkeys(("causal_convolution", "gated_delta_rule", "ssd"), "linear_attention"),
     **dict.fromkeys(("quantized_matmul", "dequantize_rows"), "quantized_matmul"),
 }
 """Folders of small ops that share their files. Every other op has a folder of its own name."""

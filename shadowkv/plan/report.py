@@ -82,7 +82,7 @@ def _experts(planner: Planner, plans: Sequence[Plan]) -> list[str]:
     config = planner.config
     if config.experts is None:
         return []
-    routing, layers = config.experts.routing, config.num_layers - len(config.dense_layers)
+    routing, layers = config.experts.routing, config.num_expert_layers
     touched = [
         f"{plan.largest.weight_bytes / GIB:.2f} of {plan.largest.batch} ({plan.kv})" for plan in plans if plan.largest
     ]

@@ -70,6 +70,7 @@ def hybrid(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Ma
         ("qwen3_5", {"kv": "full", "mamba_ssm_cache_dtype": "bfloat16"}),
         ("qwen3_next", {"kv": "full"}),
         ("qwen4_exp", {"kv": "full"}),
+        ("nemotron_h", {"kv": "full"}),
     ],
     ids=str,
 )
@@ -212,7 +213,7 @@ def test_a_step_without_memory_can_be_computed_again(
             lengths = [sequence.length for sequence in sequences]
             if disturbed:
                 with pytest.MonkeyPatch.context() as patch:
-                    failing(patch, GatedDeltaNet, "_part", lambda self, *_: self is last, after)
+                    failing(patch, GatedDeltaNet, "_round", lambda self, *_: self is last, after)
                     with pytest.raises(torch.OutOfMemoryError):
                         runner.decode(sequences, newest, None, None, (), drafts)
             assert [sequence.length for sequence in sequences] == lengths

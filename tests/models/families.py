@@ -103,6 +103,23 @@ QWEN4_EXP = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
 
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 32,
+    "time_step_min": 1e-12,  # transformers limits time steps by it, in prompts alone
+    "layer_norm_epsilon": 1e-5,
+    "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mamba", "mlp"],
+}
+NEMOTRON_H_EXPERTS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 4, "topk_group": 2},
+    **{"moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 2.5},
+}
+
 GEMMA4 = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 6,
@@ -228,6 +245,17 @@ CASES: dict[str, dict[str, Any]] = {
         **{**QWEN4_EXP, "num_hidden_layers": 4, "hc_count": 5, "ple_layer_ids": [], "output_gate_type": None},
         **{"layer_types": ["indexed_attention", "linear_attention"] * 2, "norm_topk_prob": False},
         **{"indexer_compress_ratio": 8, "indexer_n_heads": 32},
+    },
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h-experts": {
+        **{
+            **NEMOTRON_H,
+            **NEMOTRON_H_EXPERTS,
+            "n_groups": 3,
+            "time_step_min": 1.5,
+            "time_step_limit": [1.5, float("inf")],
+        },
+        "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "mlp", "mamba"],
     },
     "minimax_m2": MINIMAX,
     "minimax_m3": MINIMAX_M3,

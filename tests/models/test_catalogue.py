@@ -46,6 +46,7 @@ BILLIONS = {
     "gpt-oss-120b": 116.829,
     "minimax-m2": 228.69,
     "qwen3-next-80b-a3b": 79.674,
+    "nemotron-3-nano-30b-a3b": 31.578,
     "minimax-m3": 426.175,
     "qwen3.5-9b": 8.954,
     "qwen3.5-27b": 26.896,
@@ -67,7 +68,7 @@ def test_configs_have_the_published_size(name: str) -> None:
     )  # routers, sinks, norms
     assert model.num_bytes == 2 * (model.num_parameters + wide)
     some_wide = ("glm-4.5-air", "gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "minimax-m2", "minimax-m3")
-    assert (wide > 0) == (name in some_wide or name.startswith(("qwen3.5", "qwen3-next", "gemma-4")))
+    assert (wide > 0) == (name in some_wide or name.startswith(("qwen3.5", "qwen3-next", "nemotron", "gemma-4")))
 
 
 def test_shapes_say_which_model_of_the_hub_to_take() -> None:

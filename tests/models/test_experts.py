@@ -199,7 +199,7 @@ def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_paralle
         assert_same(found, oracle_logits(oracle, sequences()))
 
 
-@pytest.mark.parametrize("name", MORE_THAN_EXPERTS)
+@pytest.mark.parametrize("name", [*MORE_THAN_EXPERTS, "nemotron_h-experts"])
 def test_whole_experts_beside_other_layers(name: str, tmp_path: Path) -> None:
     oracle = build(name, tmp_path)
 

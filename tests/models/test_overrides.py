@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shadowkv.kvcache.policy.shape import FULL, LayerKind
 from shadowkv.models import load_config, load_model
 from shadowkv.models.configs.config_json import FIELDS
-from shadowkv.models.registry import FAMILIES, family
+from shadowkv.models.registry import FAMILIES, family, fields_of
 from shadowkv.wording import SettingsError
 
 ORIGINAL = YARN["original_max_position_embeddings"]
@@ -186,6 +186,15 @@ VALUES: dict[str, Any] = {
     "make_ngram_vocab_size_divisible_by": 64,
     "split_ngram_parts": 2,
     "seed": 5,
+    "n_groups": 4,
+    "mamba_num_heads": 64,
+    "ssm_state_size": 32,
+    "mamba_head_dim": 16,
+    "conv_kernel": 3,
+    "time_step_limit": [0.001, 0.1],
+    "layer_norm_epsilon": 1e-4,
+    "moe_shared_expert_intermediate_size": 64,
+    "hybrid_override_pattern": "M-*E",
 }
 """Another value than the tiny models' of every field that some family reads."""
 
@@ -209,6 +218,14 @@ REFUSED = {
     "mamba_ssm_dtype": "bfloat16",
     "output_gate_type": "sigmoid",
     "indexer_kv_heads": 2,
+    "use_bias": True,
+    "mamba_proj_bias": True,
+    "residual_in_fp32": True,
+    "use_conv_bias": False,
+    "mamba_hidden_act": "gelu",
+    "mlp_hidden_act": "silu",
+    "moe_latent_size": 32,
+    "layers_block_type": ["mamba", "attention"],
 }
 """Values that no family, or not this one, runs with."""
 
@@ -229,6 +246,7 @@ REFUSED_BY: dict[str, dict[str, Any]] = {
     "minimax_m2": {"use_qk_norm": False, "shared_intermediate_size": 32},
     "minimax_m3_vl": _BY_MINIMAX_M3,
     "minimax_m3_vl_text": _BY_MINIMAX_M3,
+    "nemotron_h": {"attention_bias": True, "sliding_window": 9, "num_hidden_layers": 3},
     "qwen4_exp": _BY_QWEN4_EXP,
     "qwen4_exp_text": _BY_QWEN4_EXP,
 }
@@ -279,6 +297,9 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
         counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
         config |= {**counts, "num_experts_per_tok": 2, "norm_topk_prob": False, "n_group": 4, "topk_group": 2}
         config |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    if "hybrid_override_pattern" in family(model_type).FIELDS:
+        config |= {"num_hidden_layers": 4, "hybrid_override_pattern": "ME*-", "sliding_window": None}
+        config |= {"moe_shared_expert_intermediate_size": 32}
     own = READ_BY_GEMMA4 if FAMILIES[model_type] == "gemma4" else {}
     config |= GEMMA4 if own else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -286,7 +307,7 @@ def test_a_family_reads_the_fields_that_it_names(model_type: str, tmp_path: Path
     refused = {name: value for name, value in (REFUSED | REFUSED_BY.get(model_type, {})).items() if name not in own}
     for name, value in (VALUES | refused | own).items():
         overrides = {name: value}
-        if name not in (*FIELDS, *family(model_type).FIELDS):
+        if name not in fields_of(model_type):
             with pytest.raises(SettingsError, match=f"{model_type} models read no {name}; they read vocab_size, "):
                 load_config(tmp_path, hf_overrides=overrides)
         elif name in refused:

@@ -1,5 +1,5 @@
-"""Qwen3.5: linear attention and full attention through the engine, on ranks too, its files, and configs that cannot be
-run."""
+"""Hybrids (Qwen3.5, Qwen3-Next, Nemotron-H): layers with a state and full attention through the engine, on ranks too.
+Qwen3.5's files, and its configs that cannot be run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ from shadowkv.layers.quantized_matrix import QuantizedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
 
-NAMES = ("qwen3_5", "qwen3_5-more-full", "qwen3_next")
+NAMES = ("qwen3_5", "qwen3_5-more-full", "qwen3_next", "nemotron_h", "nemotron_h-experts")
+KINDS = pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
+"""One model for each kind of layer with a state."""
+WHOLE = "turbo:keys=low-rank,values=dense,dense_below=0,rank=32,budget=1.0"
+"""``turbo`` where it loses nothing."""
 
 
 @pytest.mark.parametrize("block", [1024, 48])
@@ -87,8 +91,9 @@ def test_two_ranks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> No
         assert_same(found, oracle_logits(theirs, sequences()))
 
 
-def test_ranks_answer_as_one(tmp_path: Path) -> None:
-    build("qwen3_5", tmp_path, LONG)
+@KINDS
+def test_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
+    build(name, tmp_path, LONG)
     prompts = [prompt(0, 150), prompt(1, 7)]
     _, expected = answers(tmp_path, prompts)
     _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
@@ -97,9 +102,12 @@ def test_ranks_answer_as_one(tmp_path: Path) -> None:
         assert found[request] == pytest.approx(chances, abs=1e-4)
 
 
-def test_more_ranks_than_key_heads_are_refused(tmp_path: Path) -> None:
-    build("qwen3_5", tmp_path)
-    with pytest.raises(ValueError, match="tensor_parallel_size=3 is more than the 2 key heads of linear attention"):
+@pytest.mark.parametrize(
+    ("name", "words"), [("qwen3_5", "2 key heads of linear attention"), ("nemotron_h", "2 groups of Mamba-2")]
+)
+def test_more_ranks_than_shares_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    build(name, tmp_path)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=3 is more than the {words}"):
         on_ranks(3, lambda group: load_model(tmp_path, group=group))
 
 
@@ -160,10 +168,11 @@ def test_configs_that_cannot_be_run(fields: dict[str, Any], words: str, tmp_path
         load_config(tmp_path)
 
 
+@KINDS
 @pytest.mark.parametrize("kv", ["full", "turbo"])
-def test_snapshots_hold_states(kv: str, tmp_path: Path) -> None:
+def test_snapshots_hold_states(kv: str, name: str, tmp_path: Path) -> None:
     """Of a whole sequence, and a chain of two, of which the first ends where no state was kept."""
-    theirs, loaded = build("qwen3_5", tmp_path, LONG), load_model(tmp_path)
+    theirs, loaded = build(name, tmp_path, LONG), load_model(tmp_path)
     policy, text = lossless(kv, loaded.config.shape.kv_dim), prompt(0, 500)
     cache, other = (open_cache(loaded, policy, 700, slots=6) for _ in range(2))
     sequence = cache.allocate(len(text), 700)
@@ -213,9 +222,15 @@ def test_a_prefill_for_several_policies_gives_all_of_them_the_state(tmp_path: Pa
         assert cache.use()["recurrent_states"].used_bytes == 0
 
 
-@pytest.mark.parametrize(("kv", "ranks"), [("full", 1), ("turbo:dense_below=0", 1), ("full", 2)])
-def test_prompts_are_found_again_after_a_restart(kv: str, ranks: int, tmp_path: Path) -> None:
-    build("qwen3_5", tmp_path / "model", LONG)
+@pytest.mark.parametrize(
+    ("kv", "ranks", "name"),
+    [
+        *((kv, ranks, name) for name in ("qwen3_5", "nemotron_h") for kv, ranks in (("full", 1), ("full", 2))),
+        *(("turbo:dense_below=0", 1, "qwen3_5"), (WHOLE, 1, "nemotron_h")),
+    ],
+)
+def test_prompts_are_found_again_after_a_restart(kv: str, ranks: int, name: str, tmp_path: Path) -> None:
+    build(name, tmp_path / "model", LONG)
     text, options = prompt(0, 500), {"kv_disk_dir": str(tmp_path / "disk"), "dtype": "float32", "max_num_seqs": 2}
     options["tensor_parallel_size"] = ranks
     asked = [[*text, *prompt(seed, 20)] for seed in (1, 2)]
@@ -265,10 +280,13 @@ def test_gguf_files_of_qwen3_next(joined: bool, kinds: dict[str, str], tmp_path:
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("kv", ["full", "turbo:dense_below=0"])
-def test_conversations_answer_as_without_reuse(kv: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kv", "name"),
+    [("full", "qwen3_5"), ("turbo:dense_below=0", "qwen3_5"), ("full", "nemotron_h"), (WHOLE, "nemotron_h")],
+)
+def test_conversations_answer_as_without_reuse(kv: str, name: str, tmp_path: Path) -> None:
     """Of several turns, whose steps run ahead; some are answered twice, and half of the last answers are edited."""
-    build("qwen3_5", tmp_path, LONG)
+    build(name, tmp_path, LONG)
     params = [
         SamplingParams(max_tokens=30, temperature=0, stop_token_ids=list(range(3, 12))),
         SamplingParams(max_tokens=24, temperature=0.8, seed=5, ignore_eos=True),

@@ -42,6 +42,19 @@ class Rule(NamedTuple):
     spans: Spans
 
 
+class StateSpace(NamedTuple):
+    """Arguments of ``ssd``."""
+
+    x: Tensor
+    dt: Tensor
+    a: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+    states: Tensor
+    spans: Spans
+
+
 class Convolution(NamedTuple):
     """Arguments of ``causal_convolution``."""
 
@@ -49,6 +62,7 @@ class Convolution(NamedTuple):
     weight: Tensor
     states: Tensor
     spans: Spans
+    bias: Tensor | None = None
 
 
 def draw_spans(lengths: tuple[int, ...] | None) -> tuple[Spans, int, int]:
@@ -76,7 +90,7 @@ def draw_step(chains: tuple[int, ...]) -> tuple[Spans, int, int]:
 
 def one_by_one(compute: Callable[..., Tensor], case: Any) -> Tensor:
     """What steps of one token each return, in the order of the case's spans."""
-    names = [name for name in case._fields if name not in ("states", "spans", "weight")]
+    names = [name for name in case._fields if name not in ("states", "spans", "weight", "bias", "a", "d")]
 
     def one(*own: Any) -> Tensor:
         return compute(**case._replace(**dict(zip([*names, "spans"], own, strict=True)))._asdict())
@@ -109,15 +123,39 @@ def draw_rule(
     return Rule(q, k, v, log_decay, 1 + beta / 3, draw_states(spans, rows, heads, key_dim, dim), spans)
 
 
+def draw_state_space(
+    lengths: tuple[int, ...] | None,
+    groups: int,
+    group: int,
+    state_dim: int,
+    dim: int,
+    dtype: torch.dtype,
+    chains: tuple[int, ...] = (),
+) -> StateSpace:
+    """x, b and c lie in one tensor, as the convolution leaves them. Heads forget a few tokens or hundreds."""
+    spans, tokens, rows = draw_step(chains) if chains else draw_spans(lengths)
+    heads, sizes = groups * group, (groups * group * dim, groups * state_dim, groups * state_dim)
+    x, b, c = torch.randn(tokens, sum(sizes), device=DEVICE).to(dtype).split(sizes, dim=-1)
+    x, b, c = x.unflatten(1, (heads, -1)), b.unflatten(1, (groups, -1)), c.unflatten(1, (groups, -1))
+    dt, a = 3 * torch.rand(tokens, heads, device=DEVICE) ** 4, -(torch.rand(heads, device=DEVICE) ** 3)
+    d = torch.randn(heads, device=DEVICE)
+    return StateSpace(x, dt, a, b, c, d, draw_states(spans, rows, heads, state_dim, dim), spans)
+
+
 def draw_convolution(
-    lengths: tuple[int, ...] | None, channels: int, width: int, dtype: torch.dtype, chains: tuple[int, ...] = ()
+    lengths: tuple[int, ...] | None,
+    channels: int,
+    width: int,
+    dtype: torch.dtype,
+    chains: tuple[int, ...] = (),
+    bias: bool = False,
 ) -> Convolution:
     """Inputs lie among others, as a projection leaves them. States are inputs, too."""
     spans, tokens, rows = draw_step(chains) if chains else draw_spans(lengths)
     x = torch.randn(tokens, channels + 8, device=DEVICE).to(dtype)[:, :channels]
     weight = torch.randn(channels, width, device=DEVICE).to(dtype)
     states = draw_states(spans, rows, channels, width - 1).to(dtype).float()
-    return Convolution(x, weight, states, spans)
+    return Convolution(x, weight, states, spans, torch.randn(channels, device=DEVICE).to(dtype) if bias else None)
 
 
 def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +175,11 @@ def token_slices(spans: Spans) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends)]
 
 
+def rounded(x: Tensor, size: Tensor, step: float = torch.finfo(torch.float32).eps) -> Tensor:
+    """``x`` in float32, off by up to ``step * size`` at random."""
+    return x.float() + step * size * (2 * torch.rand(x.shape, device=x.device) - 1)
+
+
 def draws_of_rule(case: Rule, step: float = torch.finfo(torch.float32).eps) -> list[tuple[Tensor, ...]]:
     """The formula in float32 of numbers that are rounded once more, at random, as another order of sums rounds. Of log
     decays, chunks subtract sums of up to CHUNK tokens', which are rounded as the larger numbers that they are.
@@ -145,9 +188,6 @@ def draws_of_rule(case: Rule, step: float = torch.finfo(torch.float32).eps) -> l
         step: of what queries, keys, values and states are rounded to.
     """
     sums = case.log_decay.abs() if case.spans.lengths is None else CHUNK * case.log_decay.abs().mean(0)
-
-    def rounded(x: Tensor, size: Tensor, step: float = torch.finfo(torch.float32).eps) -> Tensor:
-        return x.float() + step * size * (2 * torch.rand(x.shape, device=x.device) - 1)
 
     def draw() -> Rule:
         q, k, v, states = (rounded(x, x.float().abs(), step) for x in (case.q, case.k, case.v, case.states))
@@ -179,9 +219,42 @@ def plain_rule(case: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def plain_convolution(case: Convolution, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Results [T, C] and the states after the spans, computed in ``dtype``."""
     x, weight, states = (one.to(dtype) for one in case[:3])
+    bias = torch.zeros((), dtype=dtype) if case.bias is None else case.bias.to(dtype)
     outs, states = [], states.clone()
     for tokens, read, write in zip(token_slices(case.spans), case.spans.read.tolist(), case.spans.write.tolist()):
         inputs = torch.cat((states[read], x[tokens].T), dim=1)
         outs.append((inputs.unfold(1, weight.shape[1], 1) * weight.unsqueeze(1)).sum(-1).T)
         states[write] = inputs[:, x[tokens].shape[0] :]
-    return F.silu(torch.cat(outs)), states
+    return F.silu(torch.cat(outs) + bias.to(x.device)), states
+
+
+def draws_of_state_space(case: StateSpace) -> list[tuple[Tensor, ...]]:
+    """As ``draws_of_rule``. Log decays, dt a, are rounded by way of numbers dt of their own."""
+    sums = case.dt if case.spans.lengths is None else CHUNK * case.dt.mean(0)
+
+    def draw() -> StateSpace:
+        x, b, c, states = (rounded(one, one.float().abs()) for one in (case.x, case.b, case.c, case.states))
+        return case._replace(x=x, b=b, c=c, states=states)
+
+    return [plain_ssd(draw(), torch.float32, rounded(case.dt, sums)) for _ in range(DRAWS)]
+
+
+def plain_ssd(case: StateSpace, dtype: torch.dtype, decaying: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Results [T, H, P] and the states after the spans, computed in ``dtype``.
+
+    Args:
+        decaying: what decays are computed of instead of ``case.dt``.
+    """
+    group = case.x.shape[1] // case.b.shape[1]
+    x, dt, a, d = (one.to(dtype) for one in (case.x, case.dt, case.a, case.d))
+    b, c = (one.to(dtype).repeat_interleave(group, dim=1) for one in (case.b, case.c))
+    decay = ((dt if decaying is None else decaying.to(dtype)) * a).exp()[..., None, None]
+    outs, states = [], case.states.to(dtype)
+    states = states.clone()
+    for tokens, read, write in zip(token_slices(case.spans), case.spans.read.tolist(), case.spans.write.tolist()):
+        state = states[read]
+        for t in range(tokens.start, tokens.stop):
+            state = state * decay[t] + b[t].unsqueeze(2) * (dt[t].unsqueeze(1) * x[t]).unsqueeze(1)
+            outs.append((c[t].unsqueeze(1) @ state).squeeze(1) + d.unsqueeze(1) * x[t])
+        states[write] = state
+    return torch.stack(outs), states

@@ -41,12 +41,14 @@ def check(backend: Any, case: Convolution) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("channels", "width"), [(64, 4), (37, 4), (300, 2), (513, 3), (20, 6)])
+@pytest.mark.parametrize(
+    ("channels", "width", "bias"), [(64, 4, True), (37, 4, False), (300, 2, False), (513, 3, True), (20, 6, False)]
+)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_the_formula(
-    seed: int, backend: Any, lengths: tuple[int, ...] | None, channels: int, width: int, dtype: torch.dtype
+    seed: int, backend: Any, lengths: tuple[int, ...] | None, channels: int, width: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    check(backend, draw_convolution(lengths, channels, width, dtype))
+    check(backend, draw_convolution(lengths, channels, width, dtype, bias=bias))
 
 
 def test_spans_of_several_chunks_that_write_what_they_read(seed: int, backend: Any) -> None:
@@ -73,13 +75,13 @@ def test_padding_rows_may_share_a_state(seed: int, backend: Any) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("channels", "width"), [(37, 4), (300, 2)])
+@pytest.mark.parametrize(("channels", "width", "bias"), [(37, 4, True), (300, 2, False)])
 @pytest.mark.parametrize("chains", CHAINS, ids=str)
 def test_chains_are_steps_one_after_another(
-    seed: int, backend: Any, chains: tuple[int, ...], channels: int, width: int, dtype: torch.dtype
+    seed: int, backend: Any, chains: tuple[int, ...], channels: int, width: int, bias: bool, dtype: torch.dtype
 ) -> None:
     """Bit by bit, with the state after each token."""
-    case = draw_convolution(None, channels, width, dtype, chains)
+    case = draw_convolution(None, channels, width, dtype, chains, bias)
     other = case._replace(states=case.states.clone())
     out, wanted = backend.causal_convolution(*case), one_by_one(backend.causal_convolution, other)
     real, rows = slice(sum(chains)), case.spans.write[: sum(chains)]
@@ -103,6 +105,7 @@ def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.
         (RuntimeError, r"x has strides \[1, 5\]; the last must be 1", {"x": torch.zeros(37, 5).T}),
         (RuntimeError, r"states has shape \[15, 37, 4\], rows need \[37, 3\]", {"states": torch.zeros(15, 37, 4)}),
         (RuntimeError, "its rows must be contiguous", {"states": torch.zeros(15, 3, 37).mT}),
+        (RuntimeError, r"bias has shape \[36\] and strides \[1\], x has shape", {"bias": torch.zeros(36)}),
         (RuntimeError, "2 spans have 5 rows to read", {"lengths": (4, 1)}),
         (IndexError, r"row 15 is not in \[0, 15\)", {"read": torch.full((5,), 15)}),
     ],
@@ -111,15 +114,15 @@ def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.
 def test_the_binding_refuses_what_does_not_fit(error: type[Exception], match: str, changes: dict[str, Any]) -> None:
     case = draw_convolution(None, 37, 4, torch.float32)
     args = case._asdict() | {"lengths": None, "read": case.spans.read, "write": case.spans.write}
-    del args["spans"]
+    del args["spans"], args["bias"]  # it is the op's last argument
     with pytest.raises(error, match=match):
         torch.ops.shadowkv.causal_convolution(*(args | changes).values())
 
 
 @pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
 def test_the_fake_has_the_shape_of_the_op(seed: int) -> None:
-    case = draw_convolution((3, 4), 37, 4, torch.bfloat16)
+    case = draw_convolution((3, 4), 37, 4, torch.bfloat16, bias=True)
     case.states.nan_to_num_()
-    args = (*case[:-1], list(case.spans.lengths or ()), case.spans.read, case.spans.write)
+    args = (*case[:3], list(case.spans.lengths or ()), case.spans.read, case.spans.write, case.bias)
     op = torch.ops.shadowkv.causal_convolution
     torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))

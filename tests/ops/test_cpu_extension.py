@@ -313,9 +313,9 @@ import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
 import test_gated_delta_rule as rule
 import test_quantized_blocks as quantized
-from shadowkv.ops.linear_attention import cpu as convolving
+import test_ssd as space
 from shadowkv.ops.quantized_matmul.cpu import FORMATS
-from shadowkv.ops.linear_attention import cpu as correcting
+from shadowkv.ops.linear_attention import cpu as recurring
 from shadowkv.ops.registry import Ops
 assert torch.ops.shadowkv.cpu_isa() == {isa!r}
 torch.manual_seed(0)
@@ -329,8 +329,9 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
 for dtype in (torch.float32, torch.bfloat16):
     for shape in rule.SHAPES:
-        rule.check(correcting, rule.draw_rule((7, 1), *shape, dtype))
-    convolution.check(convolving, convolution.draw_convolution((7, 1), 300, 4, dtype))
+        rule.check(recurring, rule.draw_rule((7, 1), *shape, dtype))
+        space.check(recurring, space.draw_state_space((7, 1), *shape, dtype))
+    convolution.check(recurring, convolution.draw_convolution((7, 1), 300, 4, dtype))
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()
 for form in FORMATS:

@@ -244,6 +244,18 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ),
         ((0, H * G, D), None),
     ),
+    "ssd": lambda ops: returns(
+        ops.ssd(
+            floats(0, H * G, D),
+            floats(0, H * G, dtype=torch.float32),
+            floats(H * G, dtype=torch.float32),
+            *(floats(0, H, D) for _ in range(2)),
+            floats(H * G, dtype=torch.float32),
+            floats(N, H * G, D, D, dtype=torch.float32),
+            no_spans(),
+        ),
+        ((0, H * G, D), None),
+    ),
     "merge_attention": lambda ops: returns(
         ops.merge_attention([(floats(0, H, D), floats(0, H, dtype=torch.float32))] * 2), ((0, H, D), None)
     ),

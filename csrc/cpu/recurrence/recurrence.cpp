@@ -55,14 +55,16 @@ void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, S*
     read_row(in.q + token * in.q_token + key_head * in.q_head, in.key_dim, scratch.q.data());
     read_row(in.k + token * in.k_token + key_head * in.k_head, in.key_dim, scratch.k.data());
     read_row(in.v + token * in.v_token + head * in.v_head, in.value_dim, scratch.v.data());
-    const float key_dim = static_cast<float>(in.key_dim);
-    scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + in.eps) * key_dim));
-    scale(scratch.k, 1.0f / std::sqrt(product(scratch.k, scratch.k) + in.eps));
+    if (!in.skip) {
+      const float key_dim = static_cast<float>(in.key_dim);
+      scale(scratch.q, 1.0f / std::sqrt((product(scratch.q, scratch.q) + in.eps) * key_dim));
+      scale(scratch.k, 1.0f / std::sqrt(product(scratch.k, scratch.k) + in.eps));
+    }
     const int64_t gate = token * in.heads + head;
     const DeltaToken one = {
         scratch.q.data(), scratch.k.data(), scratch.v.data(), std::exp(in.log_decay[gate]), in.beta[gate],
-        product(scratch.q, scratch.k)};
-    SHADOWKV_BEST(step_state)(one, before, after, in.key_dim, in.value_dim, scratch.out.data());
+        product(scratch.q, scratch.k), in.skip ? in.skip[head] : 0.0f};
+    SHADOWKV_BEST(step_state)(one, !in.skip, before, after, in.key_dim, in.value_dim, scratch.out.data());
     write_row(scratch.out.data(), in.value_dim, in.out + gate * in.value_dim);
     before = after;
   }
@@ -82,6 +84,7 @@ void run_convolution(
     float* weight = scratch.weight.data() + j * CHANNELS_PER_TASK;
     for (int64_t i = 0; i < count; ++i) weight[i] = to_float(in.weight[(channel + i) * width + j]);
   }
+  if (in.bias) read_row(in.bias + channel, count, scratch.bias.data());
   for (int64_t j = 0; j < held; ++j) {
     float* row = input(j - held);
     for (int64_t i = 0; i < count; ++i) row[i] = before[i * held + j];
@@ -91,7 +94,8 @@ void run_convolution(
     const int64_t token = span.first + position;
     read_row(in.x + token * in.x_token + channel, count, input(position));
     SHADOWKV_BEST(convolve_channels)(
-        scratch.weight.data(), scratch.inputs.data(), width, (position + 1) % width, scratch.out.data());
+        scratch.weight.data(), scratch.bias.data(), scratch.inputs.data(), width, (position + 1) % width,
+        scratch.out.data());
     write_row(scratch.out.data(), count, in.out + token * in.channels + channel);
   }
   for (int64_t j = 0; j < held; ++j) {

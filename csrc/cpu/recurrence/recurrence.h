@@ -1,4 +1,5 @@
-// Ops that carry a state from token to token: the gated delta rule and the causal convolution, on raw pointers.
+// Ops that carry a state from token to token: the gated delta rule, Mamba-2's state space model and the causal
+// convolution, on raw pointers.
 //
 // A task is a chain of spans. Tasks are independent of each other, and each computes its tokens in order, so that results
 // are bitwise equal for any number of threads.
@@ -18,7 +19,8 @@ struct Span {
   int64_t read, write;
 };
 
-// Strides count elements, the last dimension is contiguous.
+// Strides count elements, the last dimension is contiguous. Of the state space model, q is C, k is B, v is x, log_decay is
+// dt A and beta is dt.
 template <typename T>
 struct DeltaInputs {
   const T *q, *k, *v;
@@ -26,7 +28,8 @@ struct DeltaInputs {
   const float *log_decay, *beta;  // [tokens, heads]
   int64_t heads, group;           // heads of values, and how many of them share a head of keys
   int64_t key_dim, value_dim;
-  float eps;          // added to the squared norm of queries and keys
+  const float* skip;  // D [heads] of the state space model; null in the delta rule, which corrects states instead
+  float eps;          // added to the squared norm of queries and keys, which only the delta rule normalises
   int64_t state_row;  // states are [rows, heads, key_dim, value_dim]
   T* out;             // [tokens, heads, value_dim]
 };
@@ -36,6 +39,7 @@ struct DeltaToken {
   const float *q, *k, *v;
   float decay, beta;
   float product;  // of q and k
+  float skip;     // factor of v in the result
 };
 
 // Working memory of one thread.
@@ -59,6 +63,7 @@ struct ConvolutionInputs {
   const T* x;  // [tokens, channels], rows `x_token` apart
   int64_t x_token;
   const T* weight;  // [channels, width]
+  const T* bias;    // [channels]; null without one
   int64_t channels, width;
   int64_t state_row;  // states are float32 [rows, channels, width - 1]
   T* out;             // [tokens, channels]
@@ -67,11 +72,15 @@ struct ConvolutionInputs {
 // Working memory of one thread.
 struct ConvolutionScratch {
   std::vector<float> weight;  // [width, CHANNELS_PER_TASK]
+  std::vector<float> bias;    // [CHANNELS_PER_TASK]; 0 without one
   std::vector<float> inputs;  // [width, CHANNELS_PER_TASK], the newest ones: the one at position p is in row p % width
   std::vector<float> out;     // [CHANNELS_PER_TASK]
 
   explicit ConvolutionScratch(int64_t width)
-      : weight(width * CHANNELS_PER_TASK), inputs(width * CHANNELS_PER_TASK), out(CHANNELS_PER_TASK) {}
+      : weight(width * CHANNELS_PER_TASK),
+        bias(CHANNELS_PER_TASK),
+        inputs(width * CHANNELS_PER_TASK),
+        out(CHANNELS_PER_TASK) {}
 };
 
 // The tokens of a span in the channels from `channel` on, CHANNELS_PER_TASK at most.

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -67,15 +68,15 @@ void check_states(const Tensor& states, at::IntArrayRef shape, at::ScalarType dt
 
 template <typename T, typename S>
 void run_rule(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, double eps,
-    const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, const float* skip,
+    double eps, const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
   const shadowkv::DeltaInputs<T> in = {
       static_cast<const T*>(q.const_data_ptr()),
       static_cast<const T*>(k.const_data_ptr()),
       static_cast<const T*>(v.const_data_ptr()),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
-      v.size(2), static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
+      v.size(2), skip, static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   S* rows = static_cast<S*>(states.mutable_data_ptr());
   const std::vector<int64_t> firsts = chains_of(spans);
   const int64_t tasks = static_cast<int64_t>(firsts.size() - 1) * in.heads;
@@ -87,34 +88,44 @@ void run_rule(
   });
 }
 
-Tensor gated_delta_rule(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, Tensor& states,
-    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write, double eps) {
-  check_numbers(q, "q");
-  check(q, "q", 3, q.scalar_type());
-  check(k, "k", 3, q.scalar_type());
-  check(v, "v", 3, q.scalar_type());
-  check(log_decay, "log_decay", 2, at::kFloat);
-  check(beta, "beta", 2, at::kFloat);
-  TORCH_CHECK(q.sizes() == k.sizes(), "q has shape ", q.sizes(), ", k has shape ", k.sizes());
-  TORCH_CHECK(q.size(0) == v.size(0), "q has shape ", q.sizes(), ", v has shape ", v.sizes());
+// The arguments of an op, by its own names.
+struct Names {
+  const char *q, *k, *v, *log_decay, *beta;
+  const char *value_heads, *key_heads;
+};
+
+// Computes the delta rule, or with `skip` the state space model.
+Tensor run_checked(
+    const Names& names, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta,
+    const float* skip, Tensor& states, at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write,
+    double eps) {
+  check_numbers(q, names.q);
+  check(q, names.q, 3, q.scalar_type());
+  check(k, names.k, 3, q.scalar_type());
+  check(v, names.v, 3, q.scalar_type());
+  check(log_decay, names.log_decay, 2, at::kFloat);
+  check(beta, names.beta, 2, at::kFloat);
   TORCH_CHECK(
-      q.size(1) > 0 && v.size(1) % q.size(1) == 0, v.size(1), " value heads are no multiple of ", q.size(1),
-      " key heads");
+      q.sizes() == k.sizes(), names.q, " has shape ", q.sizes(), ", ", names.k, " has shape ", k.sizes());
+  TORCH_CHECK(
+      q.size(0) == v.size(0), names.q, " has shape ", q.sizes(), ", ", names.v, " has shape ", v.sizes());
+  TORCH_CHECK(
+      q.size(1) > 0 && v.size(1) % q.size(1) == 0, v.size(1), names.value_heads, " are no multiple of ", q.size(1),
+      names.key_heads);
   for (const Tensor& x : {log_decay, beta})
     TORCH_CHECK(
-        x.sizes() == v.sizes().slice(0, 2), "log_decay and beta have shapes ", log_decay.sizes(), " and ",
-        beta.sizes(), ", v has shape ", v.sizes());
+        x.sizes() == v.sizes().slice(0, 2), names.log_decay, " and ", names.beta, " have shapes ", log_decay.sizes(),
+        " and ", beta.sizes(), ", ", names.v, " has shape ", v.sizes());
   TORCH_CHECK(
-      q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1, "q has strides ", q.strides(), ", k ", k.strides(),
-      ", v ", v.strides(), "; the last must be 1");
+      q.stride(2) == 1 && k.stride(2) == 1 && v.stride(2) == 1, names.q, " has strides ", q.strides(), ", ", names.k,
+      " ", k.strides(), ", ", names.v, " ", v.strides(), "; the last must be 1");
   check_numbers(states, "states");
   check_states(states, {v.size(1), q.size(2), v.size(2)}, states.scalar_type());
   const auto spans = spans_of(lengths, read, write, q.size(0), states);
   const Tensor decays = log_decay.contiguous(), rates = beta.contiguous();
   Tensor out = at::empty(v.sizes(), v.options());
   const auto run = [&](auto number, auto state) {
-    run_rule<decltype(number), decltype(state)>(q, k, v, decays, rates, eps, spans, states, out);
+    run_rule<decltype(number), decltype(state)>(q, k, v, decays, rates, skip, eps, spans, states, out);
   };
   const auto of_states = [&](auto number) {
     states.scalar_type() == at::kFloat ? run(number, float()) : run(number, shadowkv::BFloat16());
@@ -123,13 +134,33 @@ Tensor gated_delta_rule(
   return out;
 }
 
+Tensor gated_delta_rule(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& log_decay, const Tensor& beta, Tensor& states,
+    at::OptionalIntArrayRef lengths, const Tensor& read, const Tensor& write, double eps) {
+  const Names names = {"q", "k", "v", "log_decay", "beta", " value heads", " key heads"};
+  return run_checked(names, q, k, v, log_decay, beta, nullptr, states, lengths, read, write, eps);
+}
+
+Tensor ssd(
+    const Tensor& x, const Tensor& dt, const Tensor& log_decay, const Tensor& b, const Tensor& c, const Tensor& d,
+    Tensor& states, const Tensor& read, const Tensor& write) {
+  check(d, "d", 1, at::kFloat);
+  TORCH_CHECK(d.size(0) == x.size(1), "d has shape ", d.sizes(), ", x has shape ", x.sizes());
+  const Names names = {"c", "b", "x", "log_decay", "dt", " heads", " groups"};
+  const Tensor skip = d.contiguous();
+  return run_checked(
+      names, c, b, x, log_decay, dt, skip.const_data_ptr<float>(), states, std::nullopt, read, write, 0.0);
+}
+
 template <typename T>
 void convolve(
-    const Tensor& x, const Tensor& weight, const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
+    const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+    const std::vector<shadowkv::Span>& spans, Tensor& states, Tensor& out) {
   const shadowkv::ConvolutionInputs<T> in = {
       static_cast<const T*>(x.const_data_ptr()),
       x.stride(0),
       static_cast<const T*>(weight.const_data_ptr()),
+      bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
       weight.size(0), weight.size(1), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   float* rows = states.mutable_data_ptr<float>();
   const int64_t parts = (in.channels + shadowkv::CHANNELS_PER_TASK - 1) / shadowkv::CHANNELS_PER_TASK;
@@ -145,22 +176,28 @@ void convolve(
 
 Tensor causal_convolution(
     const Tensor& x, const Tensor& weight, Tensor& states, at::OptionalIntArrayRef lengths, const Tensor& read,
-    const Tensor& write) {
+    const Tensor& write, const std::optional<Tensor>& bias) {
   check_numbers(x, "x");
   check(x, "x", 2, x.scalar_type());
   check(weight, "weight", 2, x.scalar_type());
   TORCH_CHECK(
       weight.size(0) == x.size(1) && weight.size(1) > 1, "weight has shape ", weight.sizes(), ", x has shape ",
       x.sizes());
+  if (bias) {
+    check(*bias, "bias", 1, x.scalar_type());
+    TORCH_CHECK(
+        bias->size(0) == x.size(1) && bias->is_contiguous(), "bias has shape ", bias->sizes(), " and strides ",
+        bias->strides(), ", x has shape ", x.sizes());
+  }
   TORCH_CHECK(x.stride(1) == 1, "x has strides ", x.strides(), "; the last must be 1");
   check_states(states, {weight.size(0), weight.size(1) - 1}, at::kFloat);
   const auto spans = spans_of(lengths, read, write, x.size(0), states);
   const Tensor weights = weight.contiguous();
   Tensor out = at::empty(x.sizes(), x.options());
   if (x.scalar_type() == at::kFloat)
-    convolve<float>(x, weights, spans, states, out);
+    convolve<float>(x, weights, bias, spans, states, out);
   else
-    convolve<shadowkv::BFloat16>(x, weights, spans, states, out);
+    convolve<shadowkv::BFloat16>(x, weights, bias, spans, states, out);
   return out;
 }
 
@@ -169,12 +206,16 @@ TORCH_LIBRARY_FRAGMENT(shadowkv, m) {
       "gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor beta, Tensor(a!) states, "
       "int[]? lengths, Tensor read, Tensor write, float eps) -> Tensor");
   m.def(
-      "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write) -> "
-      "Tensor");
+      "ssd(Tensor x, Tensor dt, Tensor log_decay, Tensor b, Tensor c, Tensor d, Tensor(a!) states, Tensor read, "
+      "Tensor write) -> Tensor");
+  m.def(
+      "causal_convolution(Tensor x, Tensor weight, Tensor(a!) states, int[]? lengths, Tensor read, Tensor write, "
+      "Tensor? bias=None) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(shadowkv, CPU, m) {
   m.impl("gated_delta_rule", gated_delta_rule);
+  m.impl("ssd", ssd);
   m.impl("causal_convolution", causal_convolution);
 }
 

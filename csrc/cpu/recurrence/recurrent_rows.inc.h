@@ -1,5 +1,5 @@
-// The kernels of the gated delta rule and of the causal convolution, included once per instruction set
-// (instruction_sets.inc.h).
+// The kernels of the gated delta rule, of the state space model and of the causal convolution, included once per
+// instruction set (instruction_sets.inc.h).
 
 #include "cpu/attention/attention_tile.inc.h"
 
@@ -17,7 +17,8 @@ static SHADOWKV_INLINE V load_as(const float* from) {
 //
 // With S' = decay S + k c, where c = beta (v - decay k S), the result is q S' = decay q S + (q k) c: both products with
 // the old state come from one pass over it, and a second one, which finds it in the core's caches, writes the new one.
-template <typename V, int M>
+// Without correction, c is beta v, and the result has skip v besides.
+template <typename V, int M, bool CORRECTS>
 static SHADOWKV_INLINE void step_columns(
     const DeltaToken& token, const float* from, float* to, int64_t key_dim, int64_t columns, const float* v,
     float* out) {
@@ -27,14 +28,21 @@ static SHADOWKV_INLINE void step_columns(
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const V state = load_as<V>(from + i * columns + m * WIDTH);
-      known[m] += token.k[i] * state;
+      if constexpr (CORRECTS) known[m] += token.k[i] * state;
       found[m] += token.q[i] * state;
     }
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    change[m] = (load_as<V>(v + m * WIDTH) - token.decay * known[m]) * token.beta;
-    const V result = token.decay * found[m] + token.product * change[m];
+    const V value = load_as<V>(v + m * WIDTH);
+    V result;
+    if constexpr (CORRECTS) {
+      change[m] = (value - token.decay * known[m]) * token.beta;
+      result = token.decay * found[m] + token.product * change[m];
+    } else {
+      change[m] = value * token.beta;
+      result = token.decay * found[m] + token.product * change[m] + token.skip * value;
+    }
     __builtin_memcpy(out + m * WIDTH, &result, sizeof result);
   }
   for (int64_t i = 0; i < key_dim; ++i) {
@@ -46,21 +54,31 @@ static SHADOWKV_INLINE void step_columns(
   }
 }
 
-static void step_state(
+template <bool CORRECTS>
+static void step_all_columns(
     const DeltaToken& token, const float* from, float* to, int64_t key_dim, int64_t columns, float* out) {
   int64_t x = 0;
   for (; x + STATE_SPAN * LANES <= columns; x += STATE_SPAN * LANES)
-    step_columns<Floats, STATE_SPAN>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+    step_columns<Floats, STATE_SPAN, CORRECTS>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
   for (; x + LANES <= columns; x += LANES)
-    step_columns<Floats, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
-  for (; x < columns; ++x) step_columns<float, 1>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+    step_columns<Floats, 1, CORRECTS>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
+  for (; x < columns; ++x)
+    step_columns<float, 1, CORRECTS>(token, from + x, to + x, key_dim, columns, token.v + x, out + x);
 }
 
-// out [W, CHANNELS_PER_TASK] summed over W with weights, through SiLU. `oldest` is the row of the oldest input.
-static void convolve_channels(const float* weight, const float* inputs, int64_t width, int64_t oldest, float* out) {
-  const Floats zero = {};
+static void step_state(
+    const DeltaToken& token, bool corrects, const float* from, float* to, int64_t key_dim, int64_t columns,
+    float* out) {
+  const auto step = corrects ? step_all_columns<true> : step_all_columns<false>;
+  step(token, from, to, key_dim, columns, out);
+}
+
+// out [W, CHANNELS_PER_TASK] summed over W with weights, and the bias, through SiLU. `oldest` is the row of the oldest
+// input.
+static void convolve_channels(
+    const float* weight, const float* bias, const float* inputs, int64_t width, int64_t oldest, float* out) {
   for (int64_t x = 0; x < CHANNELS_PER_TASK; x += LANES) {
-    Floats sum = zero;
+    Floats sum = load(bias + x);
     for (int64_t i = 0; i < width; ++i) {
       const int64_t row = oldest + i < width ? oldest + i : oldest + i - width;
       sum += load(weight + i * CHANNELS_PER_TASK + x) * load(inputs + row * CHANNELS_PER_TASK + x);

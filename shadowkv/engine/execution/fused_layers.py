@@ -89,6 +89,7 @@ class FusedLayers:
 def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, MLP) and attention is not None, "experts and linear attention do not fit"
+    assert layer.mlp_norm is not None, "a layer with an MLP has its norm"
     return op.Layer(
         layer.attention_norm.weight,
         _projection(attention.qkv),

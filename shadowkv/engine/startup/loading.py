@@ -322,7 +322,7 @@ def _experts(model: ModelConfig) -> str:
     """Describes the experts of a model; empty without experts."""
     if model.experts is None:
         return ""
-    routing, layers = model.experts.routing, model.num_layers - len(model.dense_layers)
+    routing, layers = model.experts.routing, model.num_expert_layers
     return f"{routing.experts} experts in {layers} of them, {routing.per_token} a token, "
 
 

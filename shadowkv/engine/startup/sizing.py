@@ -23,8 +23,10 @@ from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.prefill.native import selecting_bytes
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.kvcache.sequences.layout import Layout
+from shadowkv.layers.spec import StateSpace
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.ops.fetch_chunks.cuda import scratch_bytes
+from shadowkv.ops.recurrence import CHUNK
 from shadowkv.ops.sample_tokens.weights import SCRATCH_BYTES
 from shadowkv.ops.select_blocks.reference import BLOCK, SAMPLED
 from shadowkv.wording import GIB, OutOfMemory, counted
@@ -91,19 +93,23 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 
 
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
-    """Returns the peak device bytes of a block in linear attention. They are the projections, the convolution's
-    results, and about three copies in float32 of queries, keys, values and results."""
+    """Returns the peak device bytes of a block in linear attention or in Mamba-2. They are the projections, the
+    convolution's results, and numbers in float32: about three copies of queries, keys, values and results, or with
+    Mamba-2 about seven copies of x, two each of B and C, and three of the products of a chunk's tokens."""
     linear = model.linear
     if linear is None:
         return 0
-    per_head = 2 * linear.key_dim + 3 * linear.value_dim
     projected = model.stream_size + 2 * (linear.channels + linear.values)
-    return block * (projected * dtype.itemsize + 3 * 4 * linear.value_heads * per_head)
+    if isinstance(linear, StateSpace):
+        wide = 7 * linear.values + 4 * linear.keys + 3 * linear.heads * CHUNK
+    else:
+        wide = 3 * linear.value_heads * (2 * linear.key_dim + 3 * linear.value_dim)
+    return block * (projected * dtype.itemsize + 4 * wide)
 
 
 def _inner_numbers(model: ModelConfig) -> int:
     """Returns the maximum number of values per token that exist at the same time within an MLP or a mixture of
-    experts."""
+    experts. Gates are counted, also of models that have none (``relu2``)."""
     widest = 2 if model.double_wide_mlp else 1
     dense = 3 * widest * model.intermediate_size if model.has_mlps else 0
     if model.experts is None:

@@ -52,6 +52,33 @@ class RecurrentPart:
         return [step(spans.read[start:stop], spans.write[start:stop]) for start, stop in pairwise(bounds)]
 
 
+def over_rounds(parts: Sequence[RecurrentPart], compute: Callable[..., Tensor], *tokens: Tensor) -> Tensor:
+    """Computes what a layer with a recurrent state does with a batch's tokens. The rounds of a part are computed one
+    after another, because a round reads states that earlier rounds have written.
+
+    Args:
+        parts: the parts of the batch, in order.
+        compute: gets the rows of each tensor in ``tokens`` for a round's tokens, and the round's spans. It returns the
+            results of these tokens [n, ...].
+        tokens: tensors [T, ...], with a row for each of the batch's tokens.
+
+    Returns:
+        The results of all tokens [T, ...].
+    """
+    outs, start = [], 0
+    for part in parts:
+        own = [x[start : start + part.num_tokens] for x in tokens]
+        start += part.num_tokens
+        found = [(rows, compute(*(x if rows is None else x[rows] for x in own), spans)) for rows, spans in part.rounds]
+        out = found[0][1]
+        if found[0][0] is not None:  # only a round with all tokens of the part has no rows, and it is the only round
+            out = out.new_empty(part.num_tokens, *out.shape[1:])
+            for rows, result in found:
+                out[rows] = result
+        outs.append(out)
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
 def step(read: Tensor, write: Tensor, drafted: bool = False) -> RecurrentPart:
     """Makes the part of a decode step of B tokens. ``read`` and ``write``, int64 [B], are the rows of the states before
     and after each token. ``drafted`` is whether a sequence can have several tokens, one after the other."""

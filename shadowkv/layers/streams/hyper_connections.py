@@ -14,9 +14,10 @@ from shadowkv.layers.gated_delta_net import GatedDeltaNet
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.moe import MixtureOfExperts
+from shadowkv.layers.norm import GroupNorm
 from shadowkv.layers.per_layer_inputs import LayerInput
-from shadowkv.layers.spec import LayerSpec
-from shadowkv.layers.streams.n_grams import GroupNorm, NGramInput
+from shadowkv.layers.spec import LayerSpec, StateSpace
+from shadowkv.layers.streams.n_grams import NGramInput
 
 
 class StreamMixer(nn.Module):
@@ -36,7 +37,7 @@ class StreamMixer(nn.Module):
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(inputs, outputs, bias=False, dtype=spec.dtype, device=spec.device)
 
-        self.norm = GroupNorm(spec)
+        self.norm = GroupNorm(joined, self.count, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
         self.down, self.up = linear(joined, spec.streams.rank), linear(spec.streams.rank, joined)
         self.injection = linear(joined, self.count) if injects else None
 
@@ -75,6 +76,7 @@ class HyperConnectedLayer(nn.Module):
         self.n_grams = NGramInput(spec, spec.n_grams) if spec.n_grams is not None else None
         self.attention_mixer = StreamMixer(spec)
         self.attention = Attention(spec) if spec.linear is None else None
+        assert not isinstance(spec.linear, StateSpace), "Mamba-2 has one residual stream"
         self.linear_attention = None if spec.linear is None else GatedDeltaNet(spec, spec.linear)
         self.mlp_mixer = StreamMixer(spec)
         self.mlp: MLP | MixtureOfExperts

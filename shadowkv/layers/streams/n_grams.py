@@ -10,29 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
+from shadowkv.kvcache.recurrent.recurrent_part import over_rounds
 from shadowkv.layers.attention import Cache
 from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
+from shadowkv.layers.norm import GroupNorm
 from shadowkv.layers.spec import N_GRAM_INPUTS, N_GRAM_TOKENS, LayerSpec, NGrams
 from shadowkv.ops.recurrence import Spans, in_order
-
-
-class GroupNorm(nn.Module):
-    """RMSNorm that normalises each of S streams by itself. Each of the S * D dimensions has its own weight."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__()
-        assert spec.streams is not None, "the model has one stream"
-        self.count, self.eps = spec.streams.count, spec.rms_norm_eps
-        size = self.count * spec.hidden_size
-        self.weight = nn.Parameter(torch.empty(size, dtype=spec.norm_dtype, device=spec.device), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., S * D] -> [..., S * D] in the dtype of x."""
-        streams = x.float().unflatten(-1, (self.count, -1))
-        normed = streams * torch.rsqrt(streams.square().mean(-1, keepdim=True) + self.eps)
-        return (normed.flatten(-2) * self.weight.float()).to(x.dtype)
 
 
 class NGramInput(Computing):
@@ -59,7 +43,10 @@ class NGramInput(Computing):
 
         self.table = empty(sizes.rows, sizes.width // sizes.tables)
         self.key, self.value = linear(joined), linear(self.hidden)
-        self.key_norm, self.query_norm, self.value_norm = (GroupNorm(spec) for _ in range(3))
+        self.key_norm, self.query_norm, self.value_norm = (
+            GroupNorm(joined, self.streams, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
+            for _ in range(3)
+        )
         self.convolution = empty(joined, 1, sizes.kernel)
         primes = sizes.primes
         self.register_buffer("primes", torch.tensor(primes, device=spec.device), persistent=False)
@@ -71,11 +58,8 @@ class NGramInput(Computing):
         """Returns what is added to the streams ``x`` [T, S * D] of tokens with the ids ``token_ids``, int64 [T].
         Updates the states."""
         states, parts = cache.states(self.layer, batch)
-        tokens, start = [], 0
-        for part in parts:
-            rows = slice(start, start := start + part.num_tokens)
-            tokens.append(_by_rounds(token_ids[rows], part, lambda ids, spans: self._history(ids, states, spans)))
-        embedded = F.embedding(self.rows(torch.cat(tokens)), self.table).flatten(1)
+        tokens = over_rounds(parts, lambda ids, spans: self._history(ids, states, spans), token_ids)
+        embedded = F.embedding(self.rows(tokens), self.table).flatten(1)
         keys = self.key_norm(self.key(embedded)).unflatten(-1, (self.streams, -1))
         queries = self.query_norm(x).unflatten(-1, (self.streams, -1))
         gate = (keys * queries).sum(-1, keepdim=True) / math.sqrt(self.hidden)
@@ -86,17 +70,9 @@ class NGramInput(Computing):
         step, kernel = self.sizes.longest, self.sizes.kernel
         weight = normed.new_zeros(len(self.convolution), (kernel - 1) * step + 1)
         weight[:, ::step] = self.convolution.squeeze(1)
-        outs, start = [], 0
-        for part in parts:
-            rows = slice(start, start := start + part.num_tokens)
-            outs.append(
-                _by_rounds(
-                    normed[rows],
-                    part,
-                    lambda own, spans: self.ops.causal_convolution(own, weight, states[N_GRAM_INPUTS], spans),
-                )
-            )
-        return values + torch.cat(outs)
+        return values + over_rounds(
+            parts, lambda own, spans: self.ops.causal_convolution(own, weight, states[N_GRAM_INPUTS], spans), normed
+        )
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Returns the numbers of the table's rows to look up for each of T tokens, int64 [T, tables]. ``tokens``
@@ -130,16 +106,3 @@ class NGramInput(Computing):
             kept[spans.write[number : number + 1]] = (joined[1 - longest :] - eos)[None, None].to(kept.dtype)
             found.append(joined.unfold(0, longest, 1))
         return torch.cat(found)
-
-
-def _by_rounds(x: Tensor, part: RecurrentPart, compute: Any) -> Tensor:
-    """Calls ``compute`` for the rows and the spans of each round (``RecurrentPart.rounds``). Returns the results of all
-    tokens of the part, in order."""
-    (rows, spans), *others = part.rounds
-    first = compute(x if rows is None else x[rows], spans)
-    if rows is None:
-        return first
-    out = first.new_empty(len(x), *first.shape[1:]).index_copy_(0, rows, first)
-    for rows, spans in others:
-        out.index_copy_(0, rows, compute(x[rows], spans))
-    return out

@@ -211,9 +211,10 @@ def build_config(
         embedding_scale=embedding_scale,
         query_scale=query_scale,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        normed_heads=None,  # families set normed_heads, experts, dense_layers and linear
+        normed_heads=None,  # families set normed_heads, experts, dense_layers, bare_layers and linear
         experts=None,
         dense_layers=(),
+        bare_layers=(),
         layer_kinds=kinds,
         linear=None,
         streams=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shadowkv.kvcache.policy.shape import FULL, Heads, Indexer, LayerKind, ModelShape
-from shadowkv.layers.spec import Experts, LinearAttention, NGrams, Streams
+from shadowkv.layers.spec import Experts, LinearAttention, NGrams, StateSpace, Streams
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.ops.apply_rope.tables import RopeConfig
 from shadowkv.ops.grouped_matmul.cuda import MAX_EXPERTS
@@ -31,14 +31,16 @@ class ModelConfig:
         num_query_heads, num_kv_heads, head_dim: heads of layers whose kind does not have its own
             (``LayerKind.heads``).
         max_position: longest sequence, in tokens, that the model supports.
-        experts: the experts of all layers except ``dense_layers``; None if every layer has an MLP.
+        experts: the experts of all layers except ``dense_layers`` and ``bare_layers``; None if no layer has experts.
         dense_layers: numbers of the layers with an MLP, in a model with experts.
+        bare_layers: numbers of the layers with neither an MLP nor experts.
         draft_layers: number of layers in the files that draft tokens. They follow the other layers.
         draft_head: whether the first of these layers is part of the model (``DraftHead``). The weights of the others
             are not read.
         normed_draft_states: as in ``DraftHead``.
         layer_kinds: the kind of every layer; empty if all layers have full attention.
-        linear: the linear attention of the layers whose kind has a state; None if there are none.
+        linear: the linear attention or the state space model of the layers whose kind has a state; None if there are
+            none.
         num_kv_shared_layers: how many of the last layers have no keys and values of their own. Each of them attends to
             the keys and values of the last layer of its kind before these layers.
         keys_are_values: whether keys, before their norm, are also the values, in layers with full attention.
@@ -51,7 +53,7 @@ class ModelConfig:
         n_gram_layers: numbers of the layers that add n-gram embeddings.
         output_scale: as in ``LayerSpec``.
         final_logit_softcapping: c, if each logit x is replaced by c tanh(x / c); None without a cap.
-        activation: activation of the MLP's gate, by its name in Hugging Face configs (``LayerSpec``).
+        activation: activation of the MLP, by its name in Hugging Face configs (``LayerSpec``).
         embedding_scale: factor of embedded tokens. The factor is rounded to the dtype of the weights.
         query_scale: factor of queries, in addition to attention's 1/sqrt(head_dim). It is multiplied into the weights
             of the queries' norm when they load.
@@ -91,11 +93,12 @@ class ModelConfig:
     wide_norms: bool = False
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()
+    bare_layers: tuple[int, ...] = ()
     draft_layers: int = 0
     draft_head: bool = False
     normed_draft_states: bool = False
     layer_kinds: tuple[LayerKind, ...] = ()
-    linear: LinearAttention | None = None
+    linear: LinearAttention | StateSpace | None = None
     num_kv_shared_layers: int = 0
     keys_are_values: bool = False
     double_wide_mlp: bool = False
@@ -149,8 +152,7 @@ class ModelConfig:
                 "num_query_heads x head_dim": self.num_query_heads * self.head_dim,
                 "2 x num_kv_heads x head_dim": 2 * self.num_kv_heads * self.head_dim,
                 "hidden_size_per_layer_input": self.hidden_size_per_layer_input,
-                "keys of linear attention": 0 if self.linear is None else self.linear.keys,
-                "values of linear attention": 0 if self.linear is None else self.linear.values,
+                **({} if self.linear is None else self.linear.widths),
             }
             reasons += [
                 f"fp8 weights need sizes that are multiples of {MULTIPLE}, and {name} is {width}"
@@ -200,14 +202,20 @@ class ModelConfig:
         """Factor by which the inner width of a layer's MLP or shared expert is larger than in other layers."""
         return 2 if self.double_wide_mlp and self.reuses_keys(layer) else 1
 
+    def width_of(self, layer: int) -> int:
+        """Inner width of a layer's MLP; 0 if the layer has none."""
+        if layer in self.bare_layers or self.experts_of(layer) is not None:
+            return 0
+        return self.intermediate_size * self.widening_of(layer)
+
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer; None if it has an MLP."""
-        if self.experts is None or layer in self.dense_layers:
+        """The experts of a layer; None if it has none."""
+        if self.experts is None or layer in (*self.dense_layers, *self.bare_layers):
             return None
         return replace(self.experts, shared_size=self.experts.shared_size * self.widening_of(layer))
 
-    def linear_of(self, layer: int) -> LinearAttention | None:
-        """The linear attention of a layer; None if it has softmax attention."""
+    def linear_of(self, layer: int) -> LinearAttention | StateSpace | None:
+        """The linear attention or the state space model of a layer; None if it has softmax attention."""
         return self.linear if self.layer_kinds and self.layer_kinds[layer].state else None
 
     def n_grams_of(self, layer: int) -> NGrams | None:
@@ -233,19 +241,25 @@ class ModelConfig:
             num_layers=1,
             layer_kinds=(LayerKind(DRAFT_WINDOW),),
             dense_layers=(),
+            bare_layers=(),
             draft_layers=0,
             draft_head=False,
         )
 
-    def with_linear(self, linear: LinearAttention) -> ModelConfig:
-        """The config with other sizes of linear attention."""
+    def with_linear(self, linear: LinearAttention | StateSpace) -> ModelConfig:
+        """The config with other sizes of linear attention or of the state space model."""
         kinds = tuple(linear.kind if kind.state else kind for kind in self.layer_kinds)
         return replace(self, linear=linear, layer_kinds=kinds)
 
     @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
+
+    @property
     def has_mlps(self) -> bool:
         """Whether any layer has an MLP of ``intermediate_size``."""
-        return any(self.experts_of(layer) is None for layer in range(self.num_layers))
+        return any(self.width_of(layer) for layer in range(self.num_layers))
 
     @property
     def shape(self) -> ModelShape:

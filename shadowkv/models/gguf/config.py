@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shadowkv.layers.spec import LinearAttention
 from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, join_reasons, naming, unsupported
 from shadowkv.models.configs.config_json import wrong_fields
 from shadowkv.models.configs.model_config import ModelConfig
@@ -111,10 +112,13 @@ def config_from_gguf(
     with naming(file.path, OTHER_MODEL):
         hf["rope_scaling"] = _scaling(file)
     config = overridden_config(file.path, hf, max_model_len, overrides)
-    if (linear := config.linear) is not None and config.architecture == "qwen3_next":
+    linear = config.linear
+    if not isinstance(linear, LinearAttention):
+        return config
+    if config.architecture == "qwen3_next":
         of_all = any(name.endswith(".ssm_in.weight") for name in file.names)  # older converters join qkvz
         config = config.with_linear(replace(linear, joined=("qkvz", "ba") if of_all else ("ba",)))
-    elif linear is not None:
+    else:
         config = config.with_linear(replace(linear, tiled=linear.value_heads > linear.key_heads))
     return config
 

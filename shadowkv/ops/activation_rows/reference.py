@@ -32,17 +32,24 @@ LIMIT = 7.0
 """``clamped_silu`` clamps ``gate`` to at most this, and ``up`` to the range from -LIMIT to LIMIT."""
 
 
+def inputs_of(activation: str) -> int:
+    """Number of inputs of ``gated_activation`` for each result: 2, or 1 with ``relu2``, which has no gate."""
+    return 1 if activation == "relu2" else 2
+
+
 def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = None) -> Tensor:
     """Returns activation(gate) * up, [..., n].
 
     Args:
-        gate_up: [..., 2n], n numbers of ``gate``, then n of ``up``.
-        activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415); or
+        gate_up: [..., 2n], n numbers of ``gate``, then n of ``up``. With ``relu2``, [..., n], ``up`` alone.
+        activation: ``silu``; ``gelu_pytorch_tanh``, GELU's approximation with tanh (arXiv:1606.08415);
             ``clamped_silu`` of gpt-oss, clamp(gate) * sigmoid(1.702 * clamp(gate)) * (clamp(up) + 1)
-            (arXiv:2508.10925).
-        offsets: int32 [E + 1] for E experts, as for ``grouped_matmul``. If given, ``gate_up`` is [S, 2n], S rows sorted
-            by expert. Rows of ``gate_up`` and of the result from ``offsets[-1]`` on are arbitrary.
+            (arXiv:2508.10925); or ``relu2``, relu(up) * up (squared ReLU, arXiv:2109.08668).
+        offsets: int32 [E + 1] for E experts, as for ``grouped_matmul``. If given, ``gate_up`` has S rows, sorted by
+            expert. Rows of ``gate_up`` and of the result from ``offsets[-1]`` on are arbitrary.
     """
+    if activation == "relu2":
+        return F.relu(gate_up) * gate_up
     gate, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(gate) * up
@@ -51,7 +58,7 @@ def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = 
     if activation == "clamped_silu":
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
         return (up + 1) * (gate * (ALPHA * gate).sigmoid())
-    raise ValueError(f"activation {activation!r} is not silu, gelu_pytorch_tanh or clamped_silu")
+    raise ValueError(f"activation {activation!r} is not silu, gelu_pytorch_tanh, clamped_silu or relu2")
 
 
 FP8 = torch.float8_e4m3fn

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.activation_rows.reference import ALPHA, FP8, LIMIT, MIN_SCALE, STEP
+from shadowkv.ops.activation_rows.reference import ALPHA, FP8, LIMIT, MIN_SCALE, STEP, inputs_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,21 +70,26 @@ def _add_rms_norm(x, delta, weight, total, out, eps, SIZE: tl.constexpr, BLOCK: 
 
 GATED_BLOCK = 1024
 
-VARIANTS = {"silu": (False, 1.0, None), "gelu_pytorch_tanh": (True, 1.0, None), "clamped_silu": (False, ALPHA, LIMIT)}
-"""Activation → whether it is GELU, the factor within the sigmoid (unused by GELU), and the limit (None: no
-clamping)."""
+VARIANTS = {
+    "silu": (False, 1.0, None),
+    "gelu_pytorch_tanh": (True, 1.0, None),
+    "clamped_silu": (False, ALPHA, LIMIT),
+    "relu2": (False, 1.0, None),
+}
+"""Activation → whether it is GELU, the factor within the sigmoid (unused by GELU and ``relu2``), and the limit (None:
+no clamping)."""
 
 
 def gated_activation(gate_up: Tensor, activation: str, offsets: Tensor | None = None) -> Tensor:
     """Same as the reference, but ``clamped_silu`` rounds only the final product. Rows from ``offsets[-1]`` on are
     neither read nor written."""
-    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
+    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // inputs_of(activation)
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     grid = out.numel() // size, triton.cdiv(size, GATED_BLOCK)
     gelu, alpha, limit = VARIANTS[activation]
     _multiply[grid](
         gate_up, out, None if offsets is None else offsets[-1:], GELU=gelu, ALPHA=alpha, LIMIT=limit,
-        PARTLY=offsets is not None, SIZE=size, BLOCK=GATED_BLOCK, num_warps=4,
+        PARTLY=offsets is not None, INPUTS=inputs_of(activation), SIZE=size, BLOCK=GATED_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -98,6 +103,7 @@ def _multiply(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     PARTLY: tl.constexpr,
+    INPUTS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -106,16 +112,18 @@ def _multiply(
     size = SIZE
     if PARTLY:
         size = tl.where(row < tl.load(last), SIZE, 0)
-    gate = tl.load(gate_up + row * 2 * SIZE + column, mask=column < size).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * SIZE + SIZE + column, mask=column < size)
+    gate = tl.load(gate_up + row * INPUTS * SIZE + column, mask=column < size).to(tl.float32)
+    up = tl.load(gate_up + (row + 1) * INPUTS * SIZE - SIZE + column, mask=column < size)
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT) + 1
-    if GELU:  # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); the factor is 2 times the root of 2 / pi
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    if INPUTS == 1:  # relu2
+        activated = tl.maximum(gate, 0.0)
+    elif GELU:  # (1 + tanh(x)) / 2 = 1 / (1 + exp(-2x)); the factor is 2 times the root of 2 / pi
+        activated = gate / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     else:
-        inner = ALPHA * gate
-    gated = (gate / (1 + tl.exp(-inner))).to(up.dtype) * up  # rounds twice like PyTorch, but once in clamped_silu
+        activated = gate / (1 + tl.exp(-ALPHA * gate))
+    gated = activated.to(up.dtype) * up  # rounds twice like PyTorch, but once in clamped_silu
     tl.store(out + row * SIZE + column, gated.to(out.dtype.element_ty), mask=column < size)
 
 

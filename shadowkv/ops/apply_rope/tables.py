@@ -127,6 +127,11 @@ class RopeConfig:
         return inverse / self.factor * ramp + inverse * (1 - ramp)
 
 
+def no_rope(head_dim: int) -> RopeConfig:
+    """Returns a RoPE that rotates nothing, for models whose attention has no positions. All its frequencies are 0."""
+    return RopeConfig(head_dim, scaling="proportional", proportion=0.0)
+
+
 class RotaryTables:
     """Tables of cos and sin, float32 [max_positions, dim / 2], computed in float64.
 

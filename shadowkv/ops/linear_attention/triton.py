@@ -1,5 +1,5 @@
-"""The causal convolution in one Triton launch, and decode steps of the gated delta rule, in which one launch reads and
-writes each state once. For prompts, the rule is computed in PyTorch."""
+"""The causal convolution in one Triton launch, and decode steps of the gated delta rule and of Mamba-2's state space
+model, in which one launch reads and writes each state once. For prompts, the two are computed in PyTorch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.linear_attention.reference import EPS, in_chunks
+from shadowkv.ops.linear_attention.reference import EPS, in_chunks, ssd_in_chunks
 from shadowkv.ops.recurrence import CHUNK, Spans
 
 CHANNELS = {False: 64, True: 256}
 """Channels per program. The key says whether every span is one token (a decode step)."""
 
 
-def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans, bias: Tensor | None = None) -> Tensor:
     """Same as the reference. The channels of a token in ``x`` and each row of ``states`` are contiguous. Sums and SiLU
     are float32.
 
@@ -27,7 +27,7 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
     step = spans.lengths is None
     chunks, starts = (spans.read, spans.read) if step else (spans.chunks, spans.starts)  # a step reads neither of them
     _convolve[(tokens if step else len(chunks), triton.cdiv(channels, CHANNELS[step]))](
-        x, weight.contiguous(), states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
+        x, weight.contiguous(), bias, states, chunks, starts, spans.read, spans.write, out, channels, x.stride(0),
         states.stride(0), STEP=step, CHAINED=spans.chained, WIDTH=width, HELD=triton.next_power_of_2(width - 1),
         TOKENS=1 if step else CHUNK, CHANNELS=CHANNELS[step],
     )  # fmt: skip
@@ -36,7 +36,7 @@ def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans) 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks", "starts", "read", "write"])
 def _convolve(
-    x, weight, states, chunks, starts, read, write, out, channels, x_token, state_row,
+    x, weight, bias, states, chunks, starts, read, write, out, channels, x_token, state_row,
     STEP: tl.constexpr, CHAINED: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +61,8 @@ def _convolve(
         before = states + tl.load(read + span) * state_row + channel * (WIDTH - 1)
     there = (position < length) & (channel < channels)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)
     for i in tl.static_range(WIDTH):
         weights = tl.load(weight + channel * WIDTH + i, mask=channel < channels, other=0.0).to(tl.float32)
         total += weights * _inputs(x, before, start, position + i - (WIDTH - 1), channel, there, x_token, WIDTH)
@@ -173,3 +175,55 @@ def _unit(x, i, eps, SIZE: tl.constexpr):
     """Loads a row of ``SIZE`` numbers and scales it to length 1."""
     wide = tl.load(x + i, mask=i < SIZE, other=0.0).to(tl.float32)
     return wide * tl.rsqrt(tl.sum(wide * wide, axis=0) + eps)
+
+
+def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Same as the reference. The last dimension of ``x``, ``b`` and ``c`` is contiguous, and so is each row of
+    ``states``.
+
+    Decode steps can be captured in a CUDA graph.
+    """
+    if spans.lengths is not None:
+        return ssd_in_chunks(x, dt, a, b, c, d, states, spans)
+    (tokens, heads, size), (_, groups, state_size) = x.shape, b.shape
+    out = x.new_empty(x.shape)
+    if not tokens:
+        return out
+    rows, columns = triton.next_power_of_2(state_size), min(COLUMNS, triton.next_power_of_2(size))
+    _ssd_step[(tokens, heads, triton.cdiv(size, columns))](
+        x, dt.contiguous(), a, b, c, d, states, spans.read, spans.write, out, *x.stride()[:2], *b.stride()[:2],
+        *c.stride()[:2], states.stride(0), tokens, heads, CHAINED=spans.chained, GROUP=heads // groups,
+        STATE_SIZE=state_size, ROWS=rows, SIZE=size, COLUMNS=columns,
+        num_warps=max(1, min(4, rows * columns // NUMBERS_PER_WARP)),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["dt", "read", "write"])
+def _ssd_step(
+    x, dt, a, b, c, d, states, read, write, out, x_token, x_head, b_token, b_group, c_token, c_group, state_row, tokens,
+    heads, CHAINED: tl.constexpr, GROUP: tl.constexpr, STATE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Computes one token. With ``CHAINED``, the program of a chain's first token computes all tokens of the chain."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    place = head.to(tl.int64) * (STATE_SIZE * SIZE) + row[:, None] * SIZE + column[None, :]
+    there = (row < STATE_SIZE)[:, None] & (column < SIZE)[None, :]
+    count, reads = 1, there
+    if CHAINED:
+        count = _chain(read, write, token, tokens)
+        reads = there & (row < STATE_SIZE * tl.minimum(count, 1))[:, None]
+    state = tl.load(states + tl.load(read + token) * state_row + place, mask=reads, other=0.0).to(tl.float32)
+    rate, skip = tl.load(a + head), tl.load(d + head)
+    for _ in range(count):
+        own, group, step = token * heads + head, head // GROUP, tl.load(dt + token * heads + head)
+        value = tl.load(x + token * x_token + head * x_head + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        into = tl.load(b + token * b_token + group * b_group + row, mask=row < STATE_SIZE, other=0.0).to(tl.float32)
+        out_of = tl.load(c + token * c_token + group * c_group + row, mask=row < STATE_SIZE, other=0.0).to(tl.float32)
+        state = state * tl.exp(step * rate) + into[:, None] * (step * value)[None, :]
+        tl.store(states + tl.load(write + token) * state_row + place, state.to(states.dtype.element_ty), mask=there)
+        result = tl.sum(out_of[:, None] * state, axis=0) + skip * value
+        tl.store(out + own * SIZE + column, result.to(out.dtype.element_ty), mask=column < SIZE)
+        state = state.to(states.dtype.element_ty).to(tl.float32)  # rounded, as the next step would read it
+        token += 1

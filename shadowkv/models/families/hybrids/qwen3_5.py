@@ -132,7 +132,7 @@ def targets(config: ModelConfig) -> Targets:
         name: replace(target, offset=1.0) if name.endswith("norm.weight") else target for name, target in result.items()
     }
     linear, hidden = config.linear, config.hidden_size
-    assert linear is not None, "a model of this family has linear attention"
+    assert isinstance(linear, LinearAttention), "a model of this family has linear attention"
     for layer in range(config.num_layers):
         if config.linear_of(layer) is None:
             continue

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shadowkv.layers.spec import Experts
+from shadowkv.layers.spec import Experts, LinearAttention
 from shadowkv.models.configs.experts_json import dense_layers, expert_fields
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.families.hybrids import qwen3_5
@@ -25,7 +25,7 @@ text_weight = qwen3_5.text_weight
 def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig:
     """ModelConfig of a ``qwen3_next`` config; raises ValueError if it cannot be run."""
     config = qwen3_5.config_from_hf({"intermediate_size": hf.get("moe_intermediate_size"), **hf}, max_model_len)
-    assert config.linear is not None, "a model of this family has linear attention"
+    assert isinstance(config.linear, LinearAttention), "a model of this family has linear attention"
     fields = expert_fields(
         hf, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
     )

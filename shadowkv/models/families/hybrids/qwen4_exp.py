@@ -12,7 +12,7 @@ from typing import Any
 
 from shadowkv.kvcache.policy.shape import Indexer, LayerKind, PooledHeads
 from shadowkv.kvcache.policy.spec import PAGE
-from shadowkv.layers.spec import Experts, NGrams, Streams
+from shadowkv.layers.spec import Experts, LinearAttention, NGrams, Streams
 from shadowkv.models.checkpoints.files import join_reasons
 from shadowkv.models.configs.config_json import are_token_ids
 from shadowkv.models.configs.experts_json import expert_fields
@@ -72,7 +72,7 @@ def config_from_hf(hf: dict[str, Any], max_model_len: int | None) -> ModelConfig
         reasons.append(f"output_gate_type={gate!r:.60} is not supported, only 'sigmoid' or 'silu'")
     _raise(reasons)
     linear = config.linear
-    assert linear is not None, "a model of this family has linear attention"
+    assert isinstance(linear, LinearAttention), "a model of this family has linear attention"
     shared, normalised = fields["shared_expert_intermediate_size"], fields.get("norm_topk_prob", True)
     routing = Routing(fields["num_experts"], fields["num_experts_per_tok"], normalised=normalised)
     config = replace(
