@@ -61,49 +61,30 @@ load_log_weights(float (&log_weight)[2], const LatentInputs& in, int unit_of_all
     log_weight[half] = __ldg(of_unit + min(token + half * 8 >> in.log_chunk, in.chunks - 1));
 }
 
-// Makes the assembler, too, compute these scores before what follows. `address`, of shared memory, is never 0.
-__device__ __forceinline__ void hold(const float (&s)[4], uint32_t address) {
-  keep({__float_as_uint(s[0]), __float_as_uint(s[1]), __float_as_uint(s[2]), __float_as_uint(s[3])}, address == 0, address);
-}
-
 // The products of a warp's keys, rebuilt from its latents in a stage, with each set of a unit's queries: (tokens g,
-// g + 8; queries 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other. While the
-// first half's product is under way, `meanwhile` runs; while the second's is, the first half is scored. The assembler
-// would wait for a product first, did `hold` not tie the order down.
-template <class Shape, class Meanwhile>
+// g + 8; queries 2t, 2t + 1). `places`: of token g in the ring. One half of the dimensions after the other: angles made
+// while the product is under way, or this tile's values while the next one's is, took longer (87 and 90 against 82 us
+// at 63 rows of 960 tokens on an H200).
+template <class Shape>
 __device__ __forceinline__ void score_tokens(
     float (&s)[Shape::kSets][4], const LatentMemory<Shape>& memory, int unit, uint32_t latents, uint32_t queries,
-    uint32_t places, Meanwhile&& meanwhile) {
+    uint32_t places) {
   uint32_t a[Shape::kSteps][4];
   load_latents<Shape>(a, latents);
-  float k[32];
-  begin_keys<Shape>(k, a, memory.basis(unit), 0);
-  Angles angles;
-  angles.make(memory.frequencies(), places, 0);
-  meanwhile();
 #pragma unroll
   for (int h = 0; h < Shape::kHalves; ++h) {
-    wait_products(k);
+    float k[32];
+    Angles angles;
     HalfKeys keys;
+    begin_keys<Shape>(k, a, memory.basis(unit), h);
+    wait_products(k);
     keys.take(k);
-    if (h + 1 < Shape::kHalves) begin_keys<Shape>(k, a, memory.basis(unit), h + 1);
+    angles.make(memory.frequencies(), places, h);
     keys.apply_rope(angles);
 #pragma unroll
-    for (int set = 0; set < Shape::kSets; ++set) {
-      keys.score(s[set], queries + set * Shape::kSetBytes + h * 1024);
-      if (h + 1 < Shape::kHalves) hold(s[set], queries);
-    }
-    if (h + 1 < Shape::kHalves) angles.make(memory.frequencies(), places, h + 1);
+    for (int set = 0; set < Shape::kSets; ++set) keys.score(s[set], queries + set * Shape::kSetBytes + h * 1024);
   }
 }
-
-// A warp's scores of a tile's tokens, as exponents to base 2, and their values.
-template <class Shape>
-struct ScoredTile {
-  float s[Shape::kSets][4];
-  TileValues<Shape> values;
-  bool any = false; // tokens
-};
 
 template <class Shape>
 __device__ __forceinline__ void consume_latents(
@@ -134,7 +115,6 @@ __device__ __forceinline__ void consume_latents(
     const bool any = next < until;
     Attended<Shape> attended(shared_address(memory.merge(consumer)));
 
-    ScoredTile<Shape> tile; // the one before
     for (; next < until; next += Shape::kConsumers) {
       const uint32_t queries = shared_address(memory.queries(unit)) + lane * 16;
       const uint32_t places = memory.places(next % Shape::kRing) + (warp * 16 + g) * 16;
@@ -142,25 +122,24 @@ __device__ __forceinline__ void consume_latents(
       load_log_weights(log_weight, in, number, (next + offset) * kLatentTile + warp * 16 + g);
       wait_phase(memory.stage_full(next % Shape::kRing), next / Shape::kRing % 2);
       float s[Shape::kSets][4] = {};
-      score_tokens<Shape>(
-          s, memory, unit, memory.stage(stage) + warp * 16 * Shape::kLatentRow, queries, places,
-          [&] { if (tile.any) attended.add(tile.s, tile.values); });
-      tile.values.load(memory.stage(stage) + kLatentTile * Shape::kLatentRow + warp * 16 * Shape::kCodeRow, places);
+      score_tokens<Shape>(s, memory, unit, memory.stage(stage) + warp * 16 * Shape::kLatentRow, queries, places);
+      TileValues<Shape> values;
+      values.load(memory.stage(stage) + kLatentTile * Shape::kLatentRow + warp * 16 * Shape::kCodeRow, places);
       __syncwarp();
       if (lane == 0) arrive(memory.stage_empty(stage));
       stage += Shape::kConsumers;
       if (stage >= Shape::kStages) stage -= Shape::kStages;
-      tile.any = __any_sync(~0u, tile.values.scale[0] >= 0);
+      if (!__any_sync(~0u, values.scale[0] >= 0)) continue;
 #pragma unroll
       for (int set = 0; set < Shape::kSets; ++set) {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          tile.s[set][j] = tile.values.scale[j / 2] < 0
+          s[set][j] = values.scale[j / 2] < 0
               ? -INFINITY
               : fmaf(s[set][j], in.score_scale, log_weight[j / 2] * kLog2E);
       }
+      attended.add(s, values);
     }
-    if (tile.any) attended.add(tile.s, tile.values);
     __syncwarp();
     if (lane == 0) arrive(memory.unit_empty(unit));
     const int part = (number + int(blockIdx.x)) * Shape::kConsumers + consumer;
