@@ -12,6 +12,7 @@ import pytest
 import torch
 from draft_heads import Theirs, build_with_head
 from families import build
+from folding_ops import fold
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import EngineConfig
@@ -22,6 +23,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.scheduling.head_drafts import HeadDrafts
 from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.startup.sizing import head_bytes
+from shadowkv.kvcache.decode import planning
 from shadowkv.models import load_model
 from shadowkv.wording import SettingsError
 
@@ -158,6 +160,19 @@ def test_answers_are_those_without_drafts(kv: str, model: tuple[Path, Theirs]) -
     assert answers(engine) == wanted
     assert counts(engine)[0] > 500 and counts(engine)[1] > 100
     assert (engine.cache.groups[0].pool.tables.compressed > 0).any() == (kv == "turbo"), "of what stays cached"
+
+
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_pages_are_read_once_for_all_rows_of_a_sequence(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By ops that can, in sequences of more than two pages."""
+    monkeypatch.setattr(planning, "MIN_EXACT_PAGES", 2)
+    path, _ = request.getfixturevalue(kind)
+    wanted, engine = answers(engine_of(path, None)), engine_of(path)
+    calls = fold(engine.cache.ops, monkeypatch)
+    assert answers(engine) == wanted
+    assert calls.count(("paged_attention", 4)) > 50 and counts(engine)[1] > 20
 
 
 def test_drafts_of_a_good_head_are_accepted(tmp_path: Path) -> None:

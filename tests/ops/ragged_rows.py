@@ -4,6 +4,7 @@ in a CUDA graph."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ def with_rows(args: tuple[Any, ...], counts: list[int]) -> tuple[Any, ...]:
     of_all = [counts[row % len(counts)] for row in range(len(q))]
     row = torch.arange(len(q), device=q.device).repeat_interleave(torch.tensor(of_all, device=q.device))
     asked = torch.randn(len(row), *q.shape[1:], device=q.device).to(q.dtype)
-    both = (of_rows(source, row) for source in (keys, values))
-    return asked, *both, begin[row], end[row], sequences_of(of_all, q.device)
+    own_keys, own_values = (of_rows(source, row) for source in (keys, values))
+    if values.pages is keys.pages:
+        own_values = replace(own_values, pages=own_keys.pages)
+    return asked, own_keys, own_values, begin[row], end[row], sequences_of(of_all, q.device)
 
 
 def check_replays(attend: Callable[..., tuple[Tensor, Tensor]], args: tuple[Any, ...]) -> None:

@@ -72,6 +72,7 @@ SHARED = {
         "kAttendWarps": attend_selected.WARPS,
         "kAttendQueries": attend_selected.QUERIES,
     },
+    "kernels/paged_attention/paged_attention.cuh": {"kPagedQueries": paged_attention.QUERIES},
     "kernels/attend_selected/arguments.h": {"kMostGroup": attend_selected.MAX_GROUP},
     "kernels/attend_coded/attend_coded.cuh": {
         "kCodedWarps": (attend_coded.WARPS[True], attend_coded.WARPS[False]),
@@ -144,6 +145,8 @@ def test_all_codecs_of_kernels_are_known_by_the_same_numbers() -> None:
 def test_launches_of_paged_attention_know_how_many_blocks_a_multiprocessor_holds() -> None:
     blocks = [tuple(kind.RESIDENT_BLOCKS[dim] for dim in (64, 96, 128, 256)) for kind in (paged_attention, cuda_fp8)]
     assert definitions("kernels/paged_attention/paged_rows.cuh", "kBlocks") == blocks
+    wide = [tuple(kind.WIDE_BLOCKS[dim] for dim in (64, 96, 128)) for kind in (paged_attention, cuda_fp8)]
+    assert definitions("kernels/paged_attention/paged_rows.cuh", "kWideBlocks") == wide
 
 
 @pytest.mark.parametrize(("binding", "argument", "known"), CHECKED)

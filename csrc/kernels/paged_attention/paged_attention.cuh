@@ -19,7 +19,7 @@
 
 namespace shadowkv {
 
-constexpr int kPagedQueries = 8; // query heads per block: columns of a product
+constexpr int kPagedQueries = 8; // columns of a product; a block has one or two products' queries
 constexpr int kPagedWarps = kPage / kPagedTile;
 
 // Strides count elements, page strides elements between consecutive page ids.
@@ -34,7 +34,8 @@ struct PagedInputs {
   int sequences, most_rows, heads, group, entries, splits; // most_rows: of a sequence
   Rows rows;
 
-  __host__ __device__ int query_blocks() const { return (most_rows * group + kPagedQueries - 1) / kPagedQueries; }
+  // The blocks that share the queries of a sequence and kv head, with as many queries each.
+  __host__ __device__ int query_blocks(int queries) const { return (most_rows * group + queries - 1) / queries; }
 };
 
 // The queries of a block: some of those of all rows of a sequence, for one kv head.
@@ -42,12 +43,12 @@ struct PagedBlock {
   int first_row, rows; // of the sequence
   int first, queries;
 
-  template <typename Rows>
+  template <int kQueries, typename Rows>
   static __device__ __forceinline__ PagedBlock of(const PagedInputs<Rows>& in) {
     const int first_row = in.starts ? int(in.starts[blockIdx.z]) : blockIdx.z;
     const int rows = in.starts ? int(in.starts[blockIdx.z + 1]) - first_row : 1;
-    const int first = blockIdx.x % in.query_blocks() * kPagedQueries;
-    return {first_row, rows, first, min(kPagedQueries, rows * in.group - first)};
+    const int first = blockIdx.x % in.query_blocks(kQueries) * kQueries;
+    return {first_row, rows, first, min(kQueries, rows * in.group - first)};
   }
 
   // The row that has all tokens of the others.
@@ -203,29 +204,38 @@ struct PagedValues {
 };
 
 // Of a unit's eight dimensions, rows 0 to 7 hold the first four of each query and rows 8 to 15 the others: there are
-// two products with the two halves of a key's unit, and half of the rows of each counts. `from` is query g, which is 0
-// if it is not there.
-template <typename Rows, int kDim>
-__device__ __forceinline__ void
-load_paged_queries(uint32_t (&q)[kDim / 32][4], const __nv_bfloat16* from, bool there, int t) {
+// two products with the two halves of a key's unit, and half of the rows of each counts. A lane loads query g of every
+// eight; queries that the block does not have are 0.
+template <typename Rows, int kDim, int kProducts>
+__device__ __forceinline__ void load_paged_queries(
+    uint32_t (&q)[kProducts][kDim / 32][4], const PagedInputs<Rows>& in, const PagedBlock& block, int g, int t) {
 #pragma unroll
-  for (int i = 0; i < kDim / 32; ++i) {
-    const uint4 x = there ? *reinterpret_cast<const uint4*>(from + 8 * (t + 4 * i)) : uint4{};
-    q[i][0] = Rows::query(x.x), q[i][1] = Rows::query(x.z), q[i][2] = Rows::query(x.y), q[i][3] = Rows::query(x.w);
+  for (int p = 0; p < kProducts; ++p, g += kPagedQueries) {
+    const auto* from = in.q + block.place_of(g, in.heads, in.group) * kDim;
+#pragma unroll
+    for (int i = 0; i < kDim / 32; ++i) {
+      const uint4 x = g < block.queries ? *reinterpret_cast<const uint4*>(from + 8 * (t + 4 * i)) : uint4{};
+      q[p][i][0] = Rows::query(x.x), q[p][i][1] = Rows::query(x.z);
+      q[p][i][2] = Rows::query(x.y), q[p][i][3] = Rows::query(x.w);
+    }
   }
 }
 
-// The scores of a tile, queries x tokens: the sums of low[.][0, 1] and high[.][2, 3].
-template <typename Rows, int kDim>
+// The scores of a tile, queries x tokens, for each product's queries: the sums of low[.][.][0, 1] and high[.][.][2, 3].
+template <typename Rows, int kDim, int kProducts>
 __device__ __forceinline__ void score_tile(
-    const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kDim / 32][4], float (&low)[2][4], float (&high)[2][4]) {
+    const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kProducts][kDim / 32][4], float (&low)[kProducts][2][4],
+    float (&high)[kProducts][2][4]) {
 #pragma unroll
   for (int i = 0; i < keys.kUnits; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 x = Rows::widen(keys.unit[half][i]);
-      Rows::multiply(low[half], q[i], {x.x, x.y});
-      Rows::multiply(high[half], q[i], {x.z, x.w});
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        Rows::multiply(low[p][half], q[p][i], {x.x, x.y});
+        Rows::multiply(high[p][half], q[p][i], {x.z, x.w});
+      }
     }
 }
 
@@ -259,32 +269,46 @@ __device__ __forceinline__ void mask_scores(
   }
 }
 
+// Turns a lane's scores (mask_scores) into packed weights, and returns the factors by which sums of queries 2t and
+// 2t + 1 shrink.
+template <typename Rows>
+__device__ __forceinline__ float2 weigh_tile(
+    uint32_t (&weights)[2], PagedPeak& of_query, const float (&low)[2][4], const float (&high)[2][4], float scale,
+    int tokens, int skipped, int t) {
+  float x[4];
+  mask_scores<Rows>(x, low, high, scale, tokens, skipped, t);
+  const float shrink = of_query.weigh(x);
+  weights[0] = Rows::pack(x[0], x[1]), weights[1] = Rows::pack(x[2], x[3]);
+  return {__shfl_sync(~0u, shrink, 8 * t), __shfl_sync(~0u, shrink, 8 * t + 4)};
+}
+
 // What a block's warps exchange.
-template <int kDim>
+template <int kDim, int kQueries>
 struct PagedShared {
-  float peaks[kPagedWarps][kPagedQueries], sums[kPagedWarps][kPagedQueries];
-  float2 accs[kPagedWarps][kPagedQueries][kDim / 2];
+  float peaks[kPagedWarps][kQueries], sums[kPagedWarps][kQueries];
+  float2 accs[kPagedWarps][kQueries][kDim / 2];
   PagedBlock block; // in the loop over tiles, its numbers would take registers
   int split;
 
-  // A warp's result: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with pairs as in Values.
+  // A warp's result for a product's queries, from `first` on: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with
+  // pairs as in Values.
   template <typename Values>
   __device__ __forceinline__ void
-  leave(const PagedPeak& of_query, const float (&acc)[kDim / 16][4], int warp, int g, int t) {
+  leave(const PagedPeak& of_query, const float (&acc)[kDim / 16][4], int first, int warp, int g, int t) {
     const float sum = quad_sum(of_query.sum);
-    if (t == 0) peaks[warp][g] = of_query.peak, sums[warp][g] = sum;
+    if (t == 0) peaks[warp][first + g] = of_query.peak, sums[warp][first + g] = sum;
 #pragma unroll
     for (int j = 0; j < kDim / 16; ++j) {
-      accs[warp][2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
-      accs[warp][2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
+      accs[warp][first + 2 * t][Values::dim(j, g) / 2] = {acc[j][0], acc[j][2]};
+      accs[warp][first + 2 * t + 1][Values::dim(j, g) / 2] = {acc[j][1], acc[j][3]};
     }
   }
 };
 
 // Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
-template <typename Rows, int kDim>
+template <typename Rows, int kDim, int kQueries>
 __device__ __forceinline__ void join_paged_warps(
-    const PagedShared<kDim>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to) {
+    const PagedShared<kDim, kQueries>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to) {
   const PagedBlock& block = shared.block;
   for (int i = threadIdx.x; i < block.queries * (kDim / 2); i += kPagedWarps * 32) {
     const int query = i / (kDim / 2), pair = i % (kDim / 2);
@@ -318,18 +342,20 @@ __device__ __forceinline__ void join_paged_warps(
 //
 // kAhead: the next tile's keys are in flight while this tile's values are used, and its values while the next keys are
 // used. That takes registers for both at once, so heads of 256 do without, and load their values in two spans.
-template <typename Rows, int kDim, int kBlocks, bool kAhead>
+//
+// kProducts: products of each fragment of keys or values, with eight queries each.
+template <typename Rows, int kDim, int kBlocks, bool kAhead, int kProducts>
 __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     paged_attention_kernel(const PagedInputs<Rows> in, const PagedOutputs to) {
   using Keys = PagedKeys<Rows, kDim>;
   using Values = PagedValues<Rows, kDim, kAhead ? kDim : kDim / 2>;
-  constexpr int kPairs = kDim / 16;
+  constexpr int kPairs = kDim / 16, kQueries = kProducts * kPagedQueries;
   let_next_launch_begin(); // the merge, which waits for the results
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int split = blockIdx.x / in.query_blocks(), head = blockIdx.y;
-  const auto block = PagedBlock::of(in);
+  const int split = blockIdx.x / in.query_blocks(kQueries), head = blockIdx.y;
+  const auto block = PagedBlock::of<kQueries>(in);
   if (block.queries <= 0) return; // the sequence has fewer rows than others
-  __shared__ PagedShared<kDim> shared;
+  __shared__ PagedShared<kDim, kQueries> shared;
   if (threadIdx.x == 0) shared.block = block, shared.split = split;
   if constexpr (Rows::kOwnEnds) __syncthreads();
 
@@ -339,14 +365,14 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
       in.entries, warp * kPagedTile};
   tiles.advance();
 
-  uint32_t q[Keys::kUnits][4];
-  load_paged_queries<Rows, kDim>(q, in.q + block.place_of(g, in.heads, in.group) * kDim, g < block.queries, t);
+  uint32_t q[kProducts][Keys::kUnits][4];
+  load_paged_queries<Rows, kDim>(q, in, block, g, t);
   const int64_t offset = (int64_t(head) * kPage + warp * kPagedTile) * kDim;
   const auto *const k = in.k + offset, *const v = in.v + offset;
   // Scores are in units of log 2.
   const float scale = kLog2E * rsqrtf(float(kDim)) * in.rows.key_scale(block.last_row(), head);
-  PagedPeak of_query;
-  float acc[kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
+  PagedPeak of_query[kProducts];
+  float acc[kProducts][kPairs][4] = {}; // dimensions (g, g + 8) x queries (2t, 2t + 1)
 
   Keys keys;
   Values values;
@@ -355,8 +381,10 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
   }
   while (tiles.tokens > 0) {
-    const int own = tiles.tokens_of(g, shared.block, in.group);
-    float low[2][4] = {}, high[2][4] = {};
+    int own[kProducts];
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p) own[p] = tiles.tokens_of(p * kPagedQueries + g, shared.block, in.group);
+    float low[kProducts][2][4] = {}, high[kProducts][2][4] = {};
     score_tile(keys, q, low, high);
     const int tokens = tiles.tokens, skipped = tiles.skipped;
     const auto* value_tile = v + tiles.value_page * in.v_page;
@@ -364,20 +392,24 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     if constexpr (kAhead)
       if (tiles.tokens > 0) keys.load(k + tiles.page * in.k_page, tiles.tokens, tiles.skipped, g, t);
 
-    float x[4];
-    mask_scores<Rows>(x, low, high, scale, own, skipped, t);
-    const float shrink = of_query.weigh(x);
-    const float shrink0 = __shfl_sync(~0u, shrink, 8 * t), shrink1 = __shfl_sync(~0u, shrink, 8 * t + 4);
-    const uint32_t weights[2] = {Rows::pack(x[0], x[1]), Rows::pack(x[2], x[3])};
+    float2 shrink[kProducts];
+    uint32_t weights[kProducts][2];
+#pragma unroll
+    for (int p = 0; p < kProducts; ++p)
+      shrink[p] = weigh_tile<Rows>(weights[p], of_query[p], low[p], high[p], scale, own[p], skipped, t);
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       const int pair = j % Values::kPairs;
       if constexpr (!kAhead)
         if (pair == 0) values.load(value_tile + Values::dim(j, 0), tokens, skipped, g, t);
-      acc[j][0] *= shrink0, acc[j][1] *= shrink1, acc[j][2] *= shrink0, acc[j][3] *= shrink1;
       uint32_t value[4];
       values.fragment(pair, value);
-      Rows::multiply(acc[j], value, weights);
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p) {
+        acc[p][j][0] *= shrink[p].x, acc[p][j][1] *= shrink[p].y;
+        acc[p][j][2] *= shrink[p].x, acc[p][j][3] *= shrink[p].y;
+        Rows::multiply(acc[p][j], value, weights[p]);
+      }
     }
     if (tiles.tokens > 0) {
       if constexpr (kAhead) values.load(v + tiles.value_page * in.v_page, tiles.tokens, tiles.skipped, g, t);
@@ -385,7 +417,9 @@ __global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     }
   }
 
-  shared.template leave<Values>(of_query, acc, warp, g, t);
+#pragma unroll
+  for (int p = 0; p < kProducts; ++p)
+    shared.template leave<Values>(of_query[p], acc[p], p * kPagedQueries, warp, g, t);
   __syncthreads();
   join_paged_warps(shared, in, to);
 }

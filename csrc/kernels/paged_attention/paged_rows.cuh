@@ -25,6 +25,8 @@ struct BfloatRows {
   // loaded ahead.
   static constexpr int kBlocks[] = {5, 4, 3, 2};
   static constexpr bool kWidestAhead = false;
+  // Blocks with the queries of two products that a multiprocessor holds, for heads of 64, 96 and 128 dimensions.
+  static constexpr int kWideBlocks[] = {3, 2, 2};
 
   const int64_t* counts; // [rows, entries]
   int64_t counts_row;
@@ -115,6 +117,7 @@ struct Fp8Rows {
   static constexpr bool kOwnEnds = false;
   static constexpr int kBlocks[] = {5, 5, 4, 2};
   static constexpr bool kWidestAhead = true;
+  static constexpr int kWideBlocks[] = {3, 3, 2};
 
   const int64_t* value_pages; // [rows, entries]
   int64_t value_pages_row;

@@ -14,11 +14,14 @@ from shadowkv.ops.attention_results import result_and_parts
 from shadowkv.ops.case import NOT_CENTRED, Case, unless, unless_one_of
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.extension import cuda_missing, multiprocessors
-from shadowkv.ops.paged_attention.cuda import splits, starts_and_most
+from shadowkv.ops.paged_attention.cuda import number_and_rows, resident_blocks, splits
 from shadowkv.ops.sequence_rows import SequenceRows
 
 RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
+
+WIDE_BLOCKS = {64: 3, 96: 3, 128: 2}
+"""As ``RESIDENT_BLOCKS``, if a kv head of a sequence has more than 8 queries (``paged_attention.cuda.WIDE_BLOCKS``)."""
 
 missing = partial(cuda_missing, "attend_fp8", "attend_fp8")
 
@@ -55,12 +58,13 @@ def attend_coded(
         raise ValueError(f"attend_coded in CUDA supports fp8 rows of head dim 64, 96, 128 or 256, not {dim}")
     keys, values, q = _fp8(keys), _fp8(values), q.contiguous()
     k, v = keys.codes.flatten(2, 3), values.codes.flatten(2, 3)
-    count, *rows = starts_and_most(q, sequences)
-    split = splits(count * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    count, starts, most_rows = number_and_rows(q, sequences)
+    resident = resident_blocks(q.shape[1] // k.shape[1] * most_rows, RESIDENT_BLOCKS, WIDE_BLOCKS)
+    split = splits(count * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), resident)
     out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_fp8(
         q, k, v, *keys.state, *values.state, keys.states, values.states, keys.pages, values.pages, begin, end,
-        *rows, out, lse, *parts,
+        starts, most_rows, out, lse, *parts,
     )  # fmt: skip
     return out, lse
 

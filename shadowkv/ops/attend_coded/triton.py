@@ -30,8 +30,8 @@ WAVES = 4
 """Thread blocks per multiprocessor. Several blocks even out ragged lengths."""
 
 MOST_QUERIES = 64
-"""Maximum number of queries of a kv head for which a program has registers. If the rows of a sequence have more, each
-row reads the pages for itself."""
+"""Maximum number of queries of a kv head for which a program has registers: half as many if they have 256 dimensions.
+If the rows of a sequence have more, each row reads the pages for itself."""
 
 MIN_PAGES = 4
 """Minimum number of pages per thread block."""
@@ -60,7 +60,7 @@ def attend_coded(
         ValueError: another codec.
     """
     heads = codes_of(keys).shape[1]
-    if sequences is not None and q.shape[1] // heads * sequences.most <= MOST_QUERIES:
+    if sequences is not None and _fit(q.shape[1] // heads * sequences.most, q.shape[2]):
         first, folded = sequences.first, sequences.fold(q, heads)
         results = attend_coded(folded, of_rows(keys, first), of_rows(values, first), begin[first], end[first])
         out, lse = (sequences.unfold(x, heads, len(q)) for x in results)
@@ -93,6 +93,11 @@ def attend_coded(
         num_stages=3 if exact == torch.float16 else 1,  # in float32, 3 would not fit into shared memory
     )  # fmt: skip
     return value_form.merged(out, lse, q.dtype)
+
+
+def _fit(queries: int, dim: int) -> bool:
+    """Whether a program can take so many queries of a kv head."""
+    return queries * max(dim, 128) <= MOST_QUERIES * 128
 
 
 def thread_blocks(units: int, pages: int, device: torch.device) -> int:

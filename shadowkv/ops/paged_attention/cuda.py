@@ -16,6 +16,13 @@ from shadowkv.ops.sequence_rows import SequenceRows
 RESIDENT_BLOCKS = {64: 5, 96: 4, 128: 3, 256: 2}
 """Thread blocks of the compiled kernel that a multiprocessor holds at a time, by head dim."""
 
+WIDE_BLOCKS = {64: 3, 96: 2, 128: 2}
+"""As ``RESIDENT_BLOCKS``, if a kv head of a sequence has more than ``QUERIES`` queries. A block then has up to twice as
+many, and reads keys and values once for all of them. There is no such kernel for head dim 256."""
+
+QUERIES = 8
+"""Queries of a product of tensor cores."""
+
 MAX_WAVES = 5
 """Maximum number of waves of thread blocks. More blocks even out ragged lengths, but each block takes time to start and
 writes a partial result."""
@@ -49,18 +56,26 @@ def attend(
     if dim not in RESIDENT_BLOCKS:
         raise ValueError(f"{op} in CUDA supports head dims 64, 96, 128 and 256, not {dim}")
     q = q.contiguous()
-    count, *rows = starts_and_most(q, sequences)
-    split = splits(count * heads, pages.shape[1], dim, multiprocessors(q.device), RESIDENT_BLOCKS)
+    count, starts, most_rows = number_and_rows(q, sequences)
+    resident = resident_blocks(q.shape[1] // heads * most_rows, RESIDENT_BLOCKS, WIDE_BLOCKS)
+    split = splits(count * heads, pages.shape[1], dim, multiprocessors(q.device), resident)
     out, lse, *parts = result_and_parts(q, split)
-    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, *rows, out, lse, *parts)
+    getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, starts, most_rows, out, lse, *parts)
     return out, lse
 
 
-def starts_and_most(q: Tensor, sequences: SequenceRows | None) -> tuple[int, Tensor | None, int]:
-    """Returns the number of sequences of queries [B, H_q, d], and the kernel's arguments for their rows."""
+def number_and_rows(q: Tensor, sequences: SequenceRows | None) -> tuple[int, Tensor | None, int]:
+    """Returns the number of sequences of queries [B, H_q, d], and the kernel's arguments for their rows: the first row
+    of each, and the maximum number of rows."""
     if sequences is None:
         return len(q), None, 1
     return len(sequences.starts) - 1, sequences.starts, sequences.most
+
+
+def resident_blocks(queries: int, narrow: dict[int, int], wide: dict[int, int]) -> dict[int, int]:
+    """Returns how many blocks a multiprocessor holds, by head dim, if a kv head of a sequence has ``queries`` queries.
+    ``narrow`` and ``wide`` are a kernel's ``RESIDENT_BLOCKS`` and ``WIDE_BLOCKS``."""
+    return narrow | wide if queries > QUERIES else narrow
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
