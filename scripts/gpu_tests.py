@@ -32,6 +32,8 @@ FOLDERS = (
 """Longest tests first, so that none is left to run alone."""
 FOR_A_GPU = re.compile(r"cuda|^from driver import", re.MULTILINE)
 """What files contain whose tests run on a GPU if there is one; the others run in ``make test`` only."""
+ENGINES = tuple(f"tests/{name}_drafts.py" for name in ("engine/test_hybrid", "engine/test_sparse", "models/test_head"))
+"""Files of tests whose engines run on a GPU if there is one: steps with several rows of a sequence differ there."""
 PROCESSES = min(12, os.cpu_count() or 1)
 TEST_SECONDS, ALL_SECONDS = 90, 410
 """Limits; after the second no other test is started. With the build, ten minutes are enough whatever hangs."""
@@ -41,7 +43,8 @@ OUTCOMES = ("passed", "failed", "skipped")
 def files() -> list[str]:
     """Paths of the test files, from the root."""
     paths = [path for pattern in FOLDERS for path in sorted(ROOT.glob(pattern))]
-    return [str(path.relative_to(ROOT)) for path in paths if FOR_A_GPU.search(path.read_text(encoding="utf-8"))]
+    named = [str(path.relative_to(ROOT)) for path in paths if FOR_A_GPU.search(path.read_text(encoding="utf-8"))]
+    return [*ENGINES, *named]
 
 
 def run(report: Path, more: list[str]) -> int:

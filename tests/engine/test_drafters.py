@@ -94,6 +94,8 @@ def test_step_times_are_measured_and_interpolated() -> None:
     times.add(5, 4.2)
     assert [times.seconds(rows) for rows in (1, 3, 5)] == pytest.approx([2.2, 3.2, 4.2])
     assert times.seconds(7) == pytest.approx(4.2 + 2 * 0.22)
+    assert times.seconds(7, together=2) == pytest.approx(4.2 + 0.22), "one more row of each of two sequences"
+    assert StepTimes().seconds(30, together=15) == pytest.approx(1.1)
 
 
 def measured(cost: float) -> StepTimes:

@@ -100,12 +100,12 @@ class ModelDrafts(Speculation):
             return [0] * rows
         kind = kind_of([sequence.length for sequence in sequences])
         times, draft_times = self._times[kind], self._draft_times[kind]
-        draft = self._share * times.seconds(rows)
+        draft = self._share * times.seconds(rows, together=rows)
         if times.measured and draft_times.measured:
             draft = draft_times.seconds(rows)
 
         def seconds(count: int) -> float:
-            return times.seconds(rows + sum(min(count, own) for own in most)) + count * draft
+            return times.seconds(rows + sum(min(count, own) for own in most), together=rows) + count * draft
 
         drafts = [(self._of(request).rate(ALIKE), own) for request, own in zip(requests, most, strict=True)]
         count = self.account.length(drafts, seconds, rows, self._tokens)

@@ -17,8 +17,8 @@ KEPT_TIMES = 7
 steps have no effect."""
 
 ROW_SHARE = 0.1
-"""Assumed time of an additional row, as a share of the step's time. It is used for numbers of rows that have not been
-measured."""
+"""Assumed time of an additional row, or of one of each sequence, as a share of the step's time. It is used for numbers
+of rows that have not been measured."""
 
 MATCH_KINDS = 4, 8, 16
 """Match lengths, in tokens, that separate the kinds of matches: 0 to 3, 4 to 7, 8 to 15, 16 and more. A match is a
@@ -69,17 +69,18 @@ class StepTimes:
             self._seconds.insert(at, seconds)
         self._seconds[at] = median(recent)
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, together: int = 1) -> float:
         """Predicts the time of a step of ``rows`` rows. Between measured numbers of rows, the time is interpolated.
-        Above the largest measured number, and before the first measurement, each row adds ``ROW_SHARE`` of a step."""
+        Above the largest measured number, and before the first measurement, each ``together`` rows add ``ROW_SHARE`` of
+        a step: if all sequences draft, one row of each."""
         if not self._rows:
-            return 1 + ROW_SHARE * (rows - 1)
+            return 1 + ROW_SHARE * (rows - together) / together
         after = bisect_right(self._rows, rows)
         if not after:
             return self._seconds[0]
         below, seconds = self._rows[after - 1], self._seconds[after - 1]
         if after == len(self._rows):
-            return seconds + ROW_SHARE * self._seconds[0] * (rows - below)
+            return seconds + ROW_SHARE * self._seconds[0] * (rows - below) / together
         share = (rows - below) / (self._rows[after] - below)
         return seconds + share * (self._seconds[after] - seconds)
 
