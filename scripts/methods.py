@@ -233,7 +233,7 @@ METHODS = (
         ("causal_convolution", "gated_delta_rule", "ssd"),
         ("cpu/recurrence",),
         ("ops/test_gated_delta_rule.py", "ops/test_ssd.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
-        (("causal_convolution", "fla-core"),),
+        (("causal_convolution", "fla-core"), ("ssd", "fla-core")),
     ),
     Method(
         "native indexers (MiniMax-M3, the Qwen4 preview)",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shadowkv.ops.attend_coded import reference as of_coded
-from shadowkv.ops.attend_selected.sources import LatentKeys, of_rows
+from shadowkv.ops.attend_selected.sources import LatentKeys, attend_once
 from shadowkv.ops.paged_attention import reference as of_pages
 from shadowkv.ops.registry import Ops
 from shadowkv.ops.sequence_rows import SequenceRows
@@ -39,15 +39,10 @@ def fold(ops: Ops, patch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         if sequences is None or isinstance(keys, LatentKeys):
             return of_coded.attend_coded(q, keys, values, begin, end)
         calls.append(("attend_coded", _checked(sequences, len(q))))
-        own, first = _first_rows(sequences), sequences.first
-        heads = (keys.rows if hasattr(keys, "rows") else keys.codes).shape[1]
+        own = _first_rows(sequences)
         for rows in (begin, end, keys.states if hasattr(keys, "states") else begin):
             assert rows is None or torch.equal(rows[own], rows), "rows of a sequence have the same tokens and state"
-        folded = of_coded.attend_coded(
-            sequences.fold(q, heads), of_rows(keys, first), of_rows(values, first), begin[first], end[first]
-        )
-        out, lse = (sequences.unfold(x, heads, len(q)) for x in folded)
-        return out, lse
+        return attend_once(of_coded.attend_coded, q, keys, values, begin, end, sequences)
 
     patch.setattr(ops, "paged_attention", paged_attention)
     patch.setattr(ops, "attend_coded", attend_coded)

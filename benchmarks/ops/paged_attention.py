@@ -2,11 +2,12 @@
 
 On a GPU, the attention is Llama-3.1-8B's (32 query and 8 kv heads of 128). On a CPU, it is SmolLM2's (9 query and 3 kv
 heads of 64), over pages that together are much larger than the CPU's caches. CPU times are wall-clock times, in rounds
-that alternate between the backends. Every result is checked against a softmax in float64.
+that alternate between the backends. Results are checked against a softmax in float64.
 
 ``verified_rows`` measures steps that verify drafts, on a GPU, with 1, 4 and 8 rows for every sequence. Tokens are
 ``pages`` of exact keys and values, or compressed pages of ``dense`` or ``fp8`` rows (``attend_coded``). In ``each``,
-every row reads the pages. In ``folded``, the op is told which rows belong to one sequence, as in engine steps. The
+every row reads the pages. In ``folded``, the op is told which rows belong to one sequence, as in engine steps, and
+must return the same. The
 floor is the larger time of reading every key and value once, and of all products.
 """
 

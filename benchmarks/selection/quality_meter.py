@@ -38,12 +38,11 @@ from shadowkv.eval.fidelity.prompts import NAMED
 from shadowkv.eval.provenance import commit
 from shadowkv.eval.running.caches import open_cache, open_cache_as, prefill_all
 from shadowkv.kvcache.decode.decode_batch import DecodePlan
+from shadowkv.kvcache.decode.planning import NARROW
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
-NARROW = 4
-"""The policy's budget divided by that of narrow steps."""
 BUDGETS = 160, 320, 640
 """Budgets of the policy, in tokens. The last is a multiple of all budgets, also of those of narrow steps."""
 BANDS = 0, 0.001, 0.003, 0.01, 0.03, 0.1, 1
@@ -191,10 +190,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=args.length + 2 * args.new_tokens))
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
     done = {(row["length"], row["prompt"]) for row in rows}
+    of_kinds = [
+        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
+    ]
     for number in range(args.prompts):
-        for kind in args.text:
-            prompts = prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)
-            prompt, steps = list(prompts)[number]
+        for kind, prompts in zip(args.text, of_kinds, strict=True):
+            prompt, steps = prompts[number]
             if (str(args.length), prompt.name) in done:
                 continue
             start = time.perf_counter()

@@ -66,9 +66,6 @@ RAGGED = 64
 
 FLOOR_TOKENS = 1024
 
-MOST_DRAFTED = 8
-"""Drafted tokens of a step that sequences have room for."""
-
 
 class Part(NamedTuple):
     """``rows`` sequences of ``tokens`` each."""
@@ -128,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.acceptance is not None:
         if not 0 <= args.acceptance <= 1:
             parser.error(f"--acceptance {args.acceptance} must be a share from 0 to 1")
+        if not any(drafted_tokens(args, kv) for kv in args.kv):
+            parser.error("--acceptance needs a policy that drafts (full-speculative), or --speculative-config")
         replay_acceptance(args.acceptance)
     if args.mix and args.context:
         parser.error("--mix says how long the rows are: leave --context out")
@@ -212,7 +211,7 @@ def mix_path(out: Path, model: str, kv: str, mix: Mix) -> Path:
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
     """Returns the config of a cell's engine."""
     given = {name: getattr(args, name) for name in ("model", "load_format", "quantization", "enforce_eager")}
-    sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args)}
+    sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args, kv)}
     host = args.host_memory_gib or 0.85 * free_host_bytes() / GIB
     # Random weights were not trained for a context length, so any base of RoPE will do. Times do not depend on it.
     theta = 1e7 if args.load_format == "dummy" else None
@@ -220,10 +219,15 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
     return EngineConfig(kv=kv, rope_theta=theta, speculative_config=args.speculative_config, **given, **sizes, **memory)
 
 
-def new_tokens(args: argparse.Namespace) -> int:
+def drafted_tokens(args: argparse.Namespace, kv: str) -> int:
+    """Returns the maximum number of drafted tokens of a sequence in a step."""
+    return EngineConfig(model=args.model, kv=kv, speculative_config=args.speculative_config).drafted_tokens
+
+
+def new_tokens(args: argparse.Namespace, kv: str) -> int:
     """Returns the maximum number of tokens that a sequence generates, in warm-up, windows and profile."""
-    drafted = 0 if args.acceptance is None else MOST_DRAFTED
-    return int(((args.windows + 1) * args.steps + PROFILED_STEPS) * (1 + drafted) + 64)
+    steps = (args.windows + 1) * args.steps + PROFILED_STEPS
+    return int(steps * (1 + drafted_tokens(args, kv)) + 64)
 
 
 def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int, batch: str) -> dict[str, Any]:
@@ -242,7 +246,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         density = replayed_density(args.replay, context)
         cell["replayed_density"] = density if engine.cache.spec.prefill == "sparse" else None
         replay_blocks(engine, density)
-        cell |= run(args, engine, count, context)
+        cell |= run(args, engine, count, context, new_tokens(args, kv))
     except (MemoryError, torch.OutOfMemoryError) as error:
         cell["status"] = f"out of memory: {str(error).splitlines()[0]}"
     return cell
@@ -254,13 +258,13 @@ def measure_mix(args: argparse.Namespace, loaded: LoadedModel, kv: str, mix: Mix
     engine = Engine(config_of(args, kv, rows, longest), loaded)
     cell = {"model": args.model, "kv": kv, "mix": mix_name(mix), "about": provenance()}
     cell |= {"spec": engine.cache.spec.as_dict(), "backends": engine.cache.ops.backends}
-    return cell | time_mix(engine, mix, new_tokens(args), args.steps, args.windows)
+    return cell | time_mix(engine, mix, new_tokens(args, kv), args.steps, args.windows)
 
 
 def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int) -> int:
     """Returns how many sequences fit on both the device and the host, as engine and planner count."""
     shape, dtype = loaded.config.shape, loaded.model.dtype
-    capacity = context + new_tokens(args)
+    capacity = context + new_tokens(args, kv)
     config = config_of(args, kv, 1, context)
     layout = Layout(config.spec(), shape, dtype, capacity)
     free, total = torch.cuda.mem_get_info()
@@ -269,14 +273,14 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     return largest_batch(loaded.config, layout, context, capacity, usable, host, drafts=config.speculation).both
 
 
-def run(args: argparse.Namespace, engine: Engine, count: int, context: int) -> dict[str, Any]:
-    """Fills an engine, times its steps, and returns the figures."""
+def run(args: argparse.Namespace, engine: Engine, count: int, context: int, new: int) -> dict[str, Any]:
+    """Fills an engine with sequences that can generate ``new`` tokens, times its steps, and returns the figures."""
     cache = engine.cache
     scatter(cache)
     if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
         cache.selection_hook = ScriptedSelection(cache, context - RAGGED, args.hit_rate)
     torch.cuda.synchronize()
-    ttft = fill(engine, count, context, new_tokens(args), args.synthetic_prefill, args.warm_prompts)
+    ttft = fill(engine, count, context, new, args.synthetic_prefill, args.warm_prompts)
     for _ in range(args.steps):
         engine.step()
     torch.cuda.synchronize()

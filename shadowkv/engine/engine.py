@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -315,7 +316,7 @@ class Engine:
             self.scheduler.usage if usage else None,
             None if self.cache.recurrent is None else self.cache.recurrent.checkpoint_bytes,
             None if self.decode_steps.speculation is None else self.decode_steps.speculation.stats,
-            None if self.decode_steps.meter is None else self.decode_steps.meter.checked,
+            None if self.decode_steps.meter is None else copy(self.decode_steps.meter.checked),
         )
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -556,7 +557,7 @@ def _output(request: Request, tokens: list[int], reason: str | None) -> TokenOut
     if request.accepted_drafts or request.rejected_drafts:
         output.accepted_drafts, output.rejected_drafts = request.accepted_drafts, request.rejected_drafts
     if request.checked.tokens:
-        output.checked = request.checked
+        output.checked = copy(request.checked)
     return output
 
 

@@ -340,8 +340,9 @@ class Shard:
             "convolution": channels,
             "convolution_bias": channels,
             "norm.weight": (values,),
+            **dict.fromkeys(("log_rate", "time_bias", "skip"), (heads,)),
         }
-        return Cut(rows.get(name, (heads,)))
+        return Cut(rows[name])
 
     def _cut_experts(self, module: str, kind: str, wide: int) -> Cut:
         """Computes ``cut`` for a parameter of the shared expert or of the routed experts. In this layer the shared

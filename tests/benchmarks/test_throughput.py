@@ -105,7 +105,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
         loaded = load_from_config(config)
         args.model = str(path)
         context = 30_000
-        capacity = context + new_tokens(args)
+        capacity = context + new_tokens(args, kv)
         machine = Machine(TOTAL / GIB, throughput.UTILIZATION, host_gib, 1.0, 1.0)
         planner = Planner(loaded.shard, torch.bfloat16, capacity, machine, 0.6, 2.0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (TOTAL - planner.weight_bytes, TOTAL))

@@ -1,5 +1,5 @@
-"""A decode step that runs out of memory before its due pages are written, or while it writes them. Its requests fail,
-or their answers are those of undisturbed steps; and every page comes back."""
+"""A decode step that runs out of memory before its due pages are written, while it writes them, or when its tokens are
+chosen. Its requests fail, or their answers are those of undisturbed steps; and every page comes back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from test_engine import assert_empty, drain, prompt, tokens
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
+from shadowkv.engine.execution.sampler import Sampler
 from shadowkv.kvcache.compression.pages import Compression
 from shadowkv.kvcache.compression.storing import Storing
 from shadowkv.kvcache.decode.decode_attention import Decode
@@ -77,6 +78,11 @@ def between_tails(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
     return failing(monkeypatch, SequencePool, "begin_segment", has_another, after=False)
 
 
+def choosing(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[int]:
+    """After the step, which has appended its tokens."""
+    return failing(monkeypatch, Sampler, "choose", lambda *_: len(engine.scheduler.running) == 2, after=False)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> test_layer_kinds.Model:
     return test_layer_kinds.make("qwen2", tmp_path_factory.mktemp("mixed"))
@@ -88,6 +94,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> test_layer_kinds.Model:
     [
         *product(("shadowkv", "turbo", "turbo-host", "quest"), (before_pages, within_pages, after_pages)),
         *product(("turbo", "turbo-host"), (before_tails, within_tails, between_tails)),
+        *product(("full", "turbo"), (choosing,)),
     ],
 )
 def test_a_step_without_memory_loses_no_page(
@@ -106,7 +113,7 @@ def test_a_step_without_memory_loses_no_page(
             engine.step()
         raised = fault(monkeypatch, engine) if disturbed else []
         outputs.append(drain(engine))
-    assert raised, "nothing was compressed"
+    assert raised, "the fault did not occur"
     for name, of_request in outputs[1].items():
         if ahead:
             assert tokens(of_request) == tokens(outputs[0][name])

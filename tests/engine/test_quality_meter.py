@@ -163,12 +163,15 @@ def test_a_narrow_step_without_memory_costs_the_check_alone(make: Any, monkeypat
     assert len(failed) == 3 and checked(engine).tokens == 146
 
 
-def test_a_comparison_without_memory_costs_the_check_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["kl_divergence", "upload"])
+def test_a_comparison_without_memory_costs_the_check_alone(
+    make: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def failing(*given: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
     engine, wanted = make(kv=TURBO, quality_meter=1.0), make(kv=TURBO)
-    monkeypatch.setattr(quality_meter, "kl_divergence", failing)
+    monkeypatch.setattr(quality_meter, name, failing)
     for one in (engine, wanted):
         one.add_request("a", prompt(1, 450), PLAIN)
     assert tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
@@ -181,10 +184,11 @@ def test_policies_that_attend_to_everything_are_refused(make: Any, kv: str) -> N
         make(kv=kv, quality_meter=0.1)
 
 
-def test_models_with_recurrent_states_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", [TURBO, "full"])
+def test_models_with_recurrent_states_are_refused(tmp_path: Path, kv: str) -> None:
     build("qwen3_5", tmp_path, {"max_position_embeddings": 2048, "head_dim": 16, "vocab_size": 300})
-    with pytest.raises(SettingsError, match="keeps recurrent states of this model, which the meter's steps would"):
-        Engine(EngineConfig(model=str(tmp_path), kv=TURBO, quality_meter=0.1))
+    with pytest.raises(SettingsError, match="quality_meter=0.1: this model has recurrent states, which"):
+        Engine(EngineConfig(model=str(tmp_path), kv=kv, quality_meter=0.1))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])

@@ -20,7 +20,7 @@ if cuda_fp8.missing():
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 8, 96), (1, 8, 256), (2, 16, 128)]
-"""kv heads, query heads of each (more than 8 take two blocks), head dim."""
+"""kv heads, query heads of each (more than 8 take a wider block, or two), head dim."""
 
 Problem = tuple[Tensor, CodedRows, CodedRows, Tensor, Tensor]
 

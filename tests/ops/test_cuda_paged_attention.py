@@ -20,7 +20,7 @@ if cuda.missing():
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 
 SHAPES = [(2, 1, 64), (3, 3, 96), (8, 4, 128), (4, 7, 128), (2, 6, 64), (1, 8, 256), (2, 16, 128)]
-"""kv heads, query heads of each (more than 8 take two blocks), head dim."""
+"""kv heads, query heads of each (more than 8 take a wider block, or two), head dim."""
 
 EDGES = (0, 0, 1, 8, 15, 16, 17, 33, 63, 64, 64, 64)
 shapes = pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)

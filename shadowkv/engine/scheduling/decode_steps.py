@@ -31,6 +31,7 @@ from shadowkv.engine.scheduling.held_rows import Chosen, ChosenRows, HeldRows, S
 from shadowkv.engine.scheduling.pacing import Mark, Pace
 from shadowkv.engine.scheduling.quality_meter import Checked, QualityMeter
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
+from shadowkv.engine.scheduling.sparse_drafts import cut_back
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.engine.speculation.speculation import Speculation
 
@@ -199,7 +200,9 @@ class DecodeSteps:
         narrow = None if self.meter is None else self.meter.narrow(rows, tokens, sources)
         started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
-        decode = partial(self.runner.decode, [running.sequence for running in rows], tokens, sources, record, work)
+        sequences = [running.sequence for running in rows]
+        lengths = [sequence.length for sequence in sequences]
+        decode = partial(self.runner.decode, sequences, tokens, sources, record, work)
         try:
             logits = decode(drafts)
         except torch.OutOfMemoryError:
@@ -216,7 +219,11 @@ class DecodeSteps:
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
         about = captured, eager, asking, record, count, drafts, checked
-        return _Step([*rows, *prompts], ahead, logits, self.runner, started, *about)
+        try:
+            return _Step([*rows, *prompts], ahead, logits, self.runner, started, *about)
+        except torch.OutOfMemoryError:  # in the choice of tokens: the step did not happen
+            cut_back(self.runner.cache, sequences, lengths)
+            raise
 
     def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
         """Returns a draft for each row. Returns an empty list if nothing is drafted, or if draft steps ran out of

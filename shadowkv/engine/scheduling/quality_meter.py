@@ -58,13 +58,13 @@ class NarrowStep:
             logits: of the step that follows, float32 [B, V].
             first_rows: for each sequence of that step, its first row in ``logits``.
         """
-        rows = upload(torch.tensor([first_rows[row] for row in self.rows]), logits.device)
         try:
+            rows = upload(torch.tensor([first_rows[row] for row in self.rows]), logits.device)
             kl = kl_divergence(logits[rows], self.logits)
+            if kl.is_cuda:
+                kl = torch.empty(kl.shape, dtype=kl.dtype, pin_memory=True).copy_(kl, non_blocking=True)
         except torch.OutOfMemoryError:
             return None
-        if kl.is_cuda:
-            kl = torch.empty(kl.shape, dtype=kl.dtype, pin_memory=True).copy_(kl, non_blocking=True)
         return Checked(self.rows, kl)
 
 

@@ -113,16 +113,16 @@ def check_quality_meter(config: EngineConfig, layout: Layout) -> None:
     """Raises SettingsError if there is a quality meter, but steps with a cache of ``layout`` cannot be measured."""
     if not config.quality_meter:
         return
-    reason = None
+    asked = f"quality_meter={config.quality_meter}"
+    if layout.recurrent is not None:
+        reason = "this model has recurrent states, which the meter's steps would change; leave the flag out"
+        raise SettingsError(f"{asked}: {reason}", ["quality_meter"])
+    if layout.spec.native:
+        reason = "this model's own indexer says how much a step selects, so there is no budget to measure"
+        raise SettingsError(f"{asked}: {reason}; leave the flag out", ["quality_meter"])
     if not layout.spec.selects:
         reason = "attends to every token; the meter needs a policy that selects tokens in every step, such as turbo"
-    elif layout.spec.native:
-        reason = "selects as much as the model's own indexer does, so there is no budget to measure"
-    elif layout.recurrent is not None:
-        reason = "keeps recurrent states of this model, which the meter's steps would change"
-    if reason is not None:
-        meter = f"quality_meter={config.quality_meter}"
-        raise SettingsError(f"{meter}: kv={config.policy!r} {reason}", ["quality_meter", "kv"])
+        raise SettingsError(f"{asked}: kv={config.policy!r} {reason}", ["quality_meter", "kv"])
 
 
 def state_settings(config: EngineConfig, model: ModelShape) -> StateSettings:

@@ -3,6 +3,7 @@ shapes follow from the plan."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -61,6 +62,9 @@ class SegmentNumbers(NamedTuple):
     seed: Any
 
 
+_NOTHING = np.empty(0, np.int64)
+
+
 @dataclass(frozen=True)
 class GroupPlan:
     """The plan of a decode step of B rows in a group of layers. Its numbers are all that the device needs.
@@ -104,32 +108,39 @@ class GroupPlan:
         return (*counts, *pages, self.max_budget, self.selects, self.micro_batches, *starts, self.most_rows)
 
     @property
-    def _parts(self) -> list[np.ndarray]:
-        """The arrays of ``packed``; those that are None are empty."""
-        others = self.of_sequence, self.starts, self.segment_starts
-        empty = np.empty(0, np.int64)
-        return [np.stack(self.sequences), np.stack(self.segments), *(empty if x is None else x for x in others)]
+    def _others(self) -> list[np.ndarray]:
+        """The arrays of ``packed`` behind the numbers of rows and segments; those that are None are empty."""
+        return [_NOTHING if x is None else x for x in (self.of_sequence, self.starts, self.segment_starts)]
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the arrays of ``packed``."""
+        numbers = [(len(x), len(x.slot)) for x in (self.sequences, self.segments)]
+        return [*numbers, *(x.shape for x in self._others)]
 
     def packed(self) -> np.ndarray:
         """All numbers in one array, int64 [n]."""
-        return np.concatenate([part.ravel() for part in self._parts])
+        return np.concatenate([*self.sequences, *self.segments, *(x.ravel() for x in self._others)])
 
     @property
     def count(self) -> int:
         """n, the size of ``packed``."""
-        return sum(part.size for part in self._parts)
+        return sum(map(math.prod, self._shapes))
 
     def unpacked(
         self, numbers: Tensor
     ) -> tuple[SequenceNumbers, SegmentNumbers, Tensor | None, SequenceRows | None, SequenceRows | None]:
         """Splits ``numbers`` int64 [n], which a plan of this shape has packed. They can be on any device. Returns the
         numbers of rows and of segments, ``of_sequence``, and the rows of sequences and of segments."""
-        parts = self._parts
-        split = numbers.split([part.size for part in parts])
-        sequences, segments, of_sequence, *starts = (x.view(part.shape) for x, part in zip(split, parts, strict=True))
+        shapes = self._shapes
+        split = numbers.split(list(map(math.prod, shapes)))
+        sequences, segments, of_sequence, *starts = (x.view(shape) for x, shape in zip(split, shapes, strict=True))
         rows, of_segments = (SequenceRows(x, self.most_rows) if len(x) else None for x in starts)
         if self.of_sequence is None:
-            return SequenceNumbers(*sequences), SegmentNumbers(*segments), None, rows, rows
+            # Not the same object: exact and compressed tokens are attended to on two streams, and it keeps what it has
+            # computed.
+            same = None if rows is None else replace(rows)
+            return SequenceNumbers(*sequences), SegmentNumbers(*segments), None, rows, same
         return SequenceNumbers(*sequences), SegmentNumbers(*segments), of_sequence, rows, of_segments
 
 

@@ -89,8 +89,9 @@ class DecodePlanner:
             numbers = numbers._replace(length=numbers.length + own)
         exact_pages = int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max())
         starts, most_rows = None, 1
-        long = exact_pages > MIN_EXACT_PAGES or numbers.compressed.any()
-        if long and new.max() > 1 and new.max() * len(new) <= MOST_ROOM * len(rows):
+        selects = spec.selects or (drafting and spec.has_index)
+        long = exact_pages > MIN_EXACT_PAGES or (numbers.compressed.any() and not selects)
+        if long and self.layout.window is None and new.max() > 1 and new.max() * len(new) <= MOST_ROOM * len(rows):
             starts = np.concatenate(([0], new.cumsum()))
             most_rows = 1 << (int(new.max()) - 1).bit_length()  # few shapes; a row that is not there costs nothing
         segments, of_sequence, segment_starts = self._segments(numbers, starts, drafting and spec.selects)
@@ -102,7 +103,7 @@ class DecodePlanner:
             exact_pages,
             int((segments.end - segments.first).max()) // PAGE,
             int(budget.max()),
-            spec.selects or (drafting and spec.has_index),
+            selects,
             1 if self.fetching is None or of_sequence is not None else self.fetching.micro_batches(budget),
             starts,
             segment_starts,

@@ -69,12 +69,15 @@ def over_rounds(parts: Sequence[RecurrentPart], compute: Callable[..., Tensor], 
     for part in parts:
         own = [x[start : start + part.num_tokens] for x in tokens]
         start += part.num_tokens
-        found = [(rows, compute(*(x if rows is None else x[rows] for x in own), spans)) for rows, spans in part.rounds]
-        out = found[0][1]
-        if found[0][0] is not None:  # only a round with all tokens of the part has no rows, and it is the only round
-            out = out.new_empty(part.num_tokens, *out.shape[1:])
-            for rows, result in found:
-                out[rows] = result
+        out = None
+        for rows, spans in part.rounds:
+            result = compute(*(x if rows is None else x[rows] for x in own), spans)
+            if rows is None:  # the only round
+                out = result
+                break
+            out = result.new_empty(part.num_tokens, *result.shape[1:]) if out is None else out
+            out[rows] = result
+        assert out is not None, "a part has a round"
         outs.append(out)
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 

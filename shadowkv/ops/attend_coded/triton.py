@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shadowkv.ops.attend_coded.reference import rope_products
 from shadowkv.ops.attend_coded.triton_rows import PAGEWISE, TOKENWISE, StoredForm, codes_of, decoded_rows
-from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, of_rows
+from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows, DenseRows, attend_once
 from shadowkv.ops.attention_results import attend_to_nothing
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.codec import FIXED_WIDTH_LATENTS, unknown_codecs
@@ -30,8 +30,8 @@ WAVES = 4
 """Thread blocks per multiprocessor. Several blocks even out ragged lengths."""
 
 MOST_QUERIES = 64
-"""Maximum number of queries of a kv head for which a program has registers: half as many if they have 256 dimensions.
-If the rows of a sequence have more, each row reads the pages for itself."""
+"""Maximum number of queries of a kv head in a program, half as many if they have 256 dimensions, because registers are
+limited (not measured). If the rows of a sequence have more, each row reads the pages for itself."""
 
 MIN_PAGES = 4
 """Minimum number of pages per thread block."""
@@ -61,10 +61,7 @@ def attend_coded(
     """
     heads = codes_of(keys).shape[1]
     if sequences is not None and _fit(q.shape[1] // heads * sequences.most, q.shape[2]):
-        first, folded = sequences.first, sequences.fold(q, heads)
-        results = attend_coded(folded, of_rows(keys, first), of_rows(values, first), begin[first], end[first])
-        out, lse = (sequences.unfold(x, heads, len(q)) for x in results)
-        return out, lse
+        return attend_once(attend_coded, q, keys, values, begin, end, sequences)
     batch, query_heads, dim = q.shape
     key_codes, value_codes = codes_of(keys), codes_of(values)
     group, count = query_heads // heads, keys.pages.shape[1]

@@ -9,6 +9,7 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.codec import LatentCodec, RowCodec
+from shadowkv.ops.sequence_rows import SequenceRows
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,23 @@ def of_rows(source: DenseRows | CodedRows, rows: Tensor) -> DenseRows | CodedRow
     names = ("pages", "scale_pages", "states", "first")
     of_each = {name: getattr(source, name, None) for name in names}
     return replace(source, **{name: x[rows] for name, x in of_each.items() if x is not None})
+
+
+def attend_once(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    keys: DenseRows | CodedRows,
+    values: DenseRows | CodedRows,
+    begin: Tensor,
+    end: Tensor,
+    sequences: SequenceRows,
+) -> tuple[Tensor, Tensor]:
+    """Calls ``attend``, which is ``attend_coded`` with one row for each sequence. The queries of the sequence's other
+    rows are further query heads. Returns the results of all rows."""
+    heads, first = (keys.rows if isinstance(keys, DenseRows) else keys.codes).shape[1], sequences.first
+    results = attend(sequences.fold(q, heads), of_rows(keys, first), of_rows(values, first), begin[first], end[first])
+    out, lse = (sequences.unfold(x, heads, len(q)) for x in results)
+    return out, lse
 
 
 def heads_and_chunk(source: KeySource) -> tuple[int, int]:
