@@ -148,7 +148,7 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
         options["action"] = "store_true" if options["default"] is False else argparse.BooleanOptionalAction
     else:
         options["choices"] = None if declared.parse else declared.choices
-        options["type"] = declared.parse or kind
+        options["type"] = declared.parse or (_number(declared.check) if kind is float else kind)
         options["metavar"] = declared.metavar
     if kind is tuple:
         options |= {"type": declared.parse or (lambda text: (text,)), "nargs": "+", "action": _Extend}
@@ -161,6 +161,18 @@ def add_flag(group: Any, config: type[DataclassInstance], name: str, *aliases: s
     if declared.other is not None:
         other, parse, metavar, text = declared.other
         group.add_argument(other, dest=name, default=argparse.SUPPRESS, type=parse, metavar=metavar, help=text)
+
+
+def _number(check: Check | None) -> Callable[[str], float]:
+    """Returns a function that parses a flag's number. Its error says what ``check`` asks for."""
+
+    def parse(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} {check.rule if check else 'must be a number'}") from None
+
+    return parse
 
 
 class _Extend(argparse.Action):

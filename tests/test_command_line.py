@@ -53,6 +53,10 @@ def test_help_instead_of_a_policy_lists_policies(arguments, capsys):
         (["plan"], "error: the following arguments are required: --context (see shadowkv plan --help)"),
         (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: invalid int value: 'x' "),
         (
+            ["serve", "--quality-meter", "3%"],
+            "error: argument --quality-meter: '3%' must be a share of steps from 0 to 1",
+        ),
+        (
             ["serve", "--kv-budget", "0.03"],
             "error: --kv-budget is a field of the policy: --kv turbo:budget=0.03 (see shadowkv serve --help)",
         ),

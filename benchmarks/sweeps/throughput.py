@@ -128,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(drafted_tokens(args, kv) for kv in args.kv):
             parser.error("--acceptance needs a policy that drafts (full-speculative), or --speculative-config")
         replay_acceptance(args.acceptance)
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
     if args.mix and args.context:
         parser.error("--mix says how long the rows are: leave --context out")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -178,6 +178,14 @@ def test_a_comparison_without_memory_costs_the_check_alone(
     assert checked(engine) == CheckedTokens()
 
 
+def test_the_start_says_what_is_measured(make: Any) -> None:
+    lines = make(kv=TURBO, quality_meter=0.03).notes
+    assert any(
+        line.startswith("meter   measures 3 % of the decode steps, of sequences with more than") for line in lines
+    )
+    assert not any(line.startswith("meter ") for line in make(kv=TURBO).notes)
+
+
 @pytest.mark.parametrize("kv", ["full", "fp8", "full-speculative"])
 def test_policies_that_attend_to_everything_are_refused(make: Any, kv: str) -> None:
     with pytest.raises(SettingsError, match=f"quality_meter=0.1: kv='{kv}' attends to every token; the meter needs"):
@@ -187,7 +195,7 @@ def test_policies_that_attend_to_everything_are_refused(make: Any, kv: str) -> N
 @pytest.mark.parametrize("kv", [TURBO, "full"])
 def test_models_with_recurrent_states_are_refused(tmp_path: Path, kv: str) -> None:
     build("qwen3_5", tmp_path, {"max_position_embeddings": 2048, "head_dim": 16, "vocab_size": 300})
-    with pytest.raises(SettingsError, match="quality_meter=0.1: this model has recurrent states, which"):
+    with pytest.raises(SettingsError, match="this model has recurrent states, which the meter"):
         Engine(EngineConfig(model=str(tmp_path), kv=kv, quality_meter=0.1))
 
 

@@ -265,6 +265,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         ),
         *_recurrent(cache),
         *_drafts(config, loaded, cache),
+        *_meter(config, cache),
         *backend_lines(cache.ops, cache.device, config.enforce_eager),
         f"memory  {', '.join(f'{tier} {use.total_bytes / GIB:.2f} GiB' for tier, use in cache.use().items())} "
         f"for up to {counted(config.max_num_seqs, 'sequence')} at once",
@@ -311,11 +312,21 @@ def _drafts(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list[s
         sizes = cache.dtype, cache.max_model_len, config.most_running, config.drafted_tokens
         beside = head_bytes(loaded.shard.config, *sizes)
         line += f", by a layer of the files: {in_gib(weights)} of weights, {in_gib(beside)} for its cache and states"
-    if cache.spec.drafts:  # only compressed tokens are in the index that selects
-        shortest = cache.spec.dense_limit
-        line += f", of sequences with more than {counted(shortest, 'token')} (--kv-dense-below)"
-        line += f": none, as max_model_len is {cache.max_model_len}" if shortest >= cache.max_model_len else ""
-    return [line]
+    return [line + (_of_compressed(cache) if cache.spec.drafts else "")]
+
+
+def _meter(config: EngineConfig, cache: KVCache) -> list[str]:
+    """A line about the quality meter, for a server's start; empty without it."""
+    if not config.quality_meter:
+        return []
+    return [f"meter   measures {100 * config.quality_meter:g} % of the decode steps{_of_compressed(cache)}"]
+
+
+def _of_compressed(cache: KVCache) -> str:
+    """Says which sequences have compressed tokens, which alone are in the index that selects."""
+    shortest = cache.spec.dense_limit
+    none = f": none, as max_model_len is {cache.max_model_len}" if shortest >= cache.max_model_len else ""
+    return f", of sequences with more than {counted(shortest, 'token')} (--kv-dense-below){none}"
 
 
 def _experts(model: ModelConfig) -> str:
