@@ -76,12 +76,12 @@ def follow(loaded: LoadedModel, prompt: list[int], steps: int, ends: set[int]) -
     widths = sorted({width for budget in BUDGETS for width in (budget, budget // NARROW)})
     exact = open_cache(loaded, preset("full"), capacity)
     spec = preset("turbo", budget=widths[-1], dense_below=0)
-    cache = open_cache_as(WidthsCache, loaded, spec, capacity, len(widths))
-    cache.divisors = [widths[-1] // width for width in widths]
-    (own, first), logits = prefill_all(loaded.model, [exact, cache], prompt, capacity)
-    stored = cache.snapshots.export(first)
-    rows = [first, *(cache.snapshots.load(stored, capacity) for _ in widths[1:])]
-    full, turbo = Runner(loaded.model, exact), Runner(loaded.model, cache)
+    of_widths = open_cache_as(WidthsCache, loaded, spec, capacity, len(widths))
+    of_widths.divisors = [widths[-1] // width for width in widths]
+    (own, first), logits = prefill_all(loaded.model, [exact, of_widths], prompt, capacity)
+    stored = of_widths.snapshots.export(first)
+    rows = [first, *(of_widths.snapshots.load(stored, capacity) for _ in widths[1:])]
+    full, turbo = Runner(loaded.model, exact), Runner(loaded.model, of_widths)
     token, by_step = int(logits[0].argmax()), []
     while len(by_step) < steps and token not in ends:
         reference = full.decode([own], [token])

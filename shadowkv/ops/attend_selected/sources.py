@@ -167,8 +167,9 @@ def attend_once(
     end: Tensor,
     sequences: SequenceRows,
 ) -> tuple[Tensor, Tensor]:
-    """Calls ``attend``, which is ``attend_coded`` with one row for each sequence. The queries of the sequence's other
-    rows are further query heads. Returns the results of all rows."""
+    """Calls ``attend``, which is ``attend_coded`` without ``sequences``, with one row for each sequence. The queries of
+    the sequence's other rows are further query heads. The other arguments, q [B, H_q, d] among them, and the results
+    are those of ``attend_coded``."""
     heads, first = (keys.rows if isinstance(keys, DenseRows) else keys.codes).shape[1], sequences.first
     results = attend(sequences.fold(q, heads), of_rows(keys, first), of_rows(values, first), begin[first], end[first])
     out, lse = (sequences.unfold(x, heads, len(q)) for x in results)
