@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.selection.prompts import KINDS, prompts_of
+from benchmarks.selection.prompts import add_prompt_arguments, prompts_of
 from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
@@ -177,15 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    texts = ["essays", "code", "logs", "tables"]
-    parser.add_argument("--text", nargs="+", default=texts, choices=KINDS, metavar="KIND", help="of NAMED or RULER")
-    parser.add_argument("--length", type=int, default=8192, metavar="TOKENS", help="of prompts (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=71, help="of draws and of RULER (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
+    add_prompt_arguments(parser, length=8192, prompts=2)
     parser.add_argument("--seconds", type=float, default=3600, help="after which no step begins (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
-    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
     args = parser.parse_args(argv)
     try:
         measured = rows_of(args.out) if args.summary or args.out.exists() else []
@@ -201,10 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
     done = {(row["seed"], row["length"], row["prompt"]) for row in measured}
     follower = Follower(loaded, capacity, args.seed)
+    of_kinds = [
+        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
+    ]
     for number in range(args.prompts):
-        for kind in args.text:
-            prompts = prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)
-            prompt, steps = list(prompts)[number]
+        for kind, prompts in zip(args.text, of_kinds, strict=True):
+            prompt, steps = prompts[number]
             if (str(args.seed), str(args.length), prompt.name) in done:
                 continue
             if time.perf_counter() > until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from shadowkv.models.loader import LoadedModel
 
 KINDS = (*NAMED, *ruler.TASKS)
 """Kinds of texts, and tasks of RULER."""
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, length: int, prompts: int) -> None:
+    """Adds the flags for prompts, with default values for their length and number, and for the file of results."""
+    texts, default = ["essays", "code", "logs", "tables"], "(default: %(default)s)"
+    parser.add_argument("--text", nargs="+", default=texts, choices=KINDS, metavar="KIND", help="of NAMED or RULER")
+    parser.add_argument("--length", type=int, default=length, metavar="TOKENS", help=f"of prompts {default}")
+    parser.add_argument("--prompts", type=int, default=prompts, help=f"of each kind {default}")
+    parser.add_argument("--seed", type=int, default=71, help=f"of random numbers and of RULER's samples {default}")
+    parser.add_argument("--new-tokens", type=int, default=96, help=f"to follow, at most {default}")
+    parser.add_argument("--out", type=Path, required=True, help="CSV file")
+    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
 
 
 def prompts_of(

@@ -20,14 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.selection.prompts import KINDS, prompts_of
+from benchmarks.selection.prompts import KINDS, add_prompt_arguments, prompts_of
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
@@ -171,19 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
-    texts = ["essays", "code", "logs", "tables"]
-    parser.add_argument("--text", nargs="+", default=texts, choices=KINDS, metavar="KIND", help="of NAMED or RULER")
-    parser.add_argument("--length", type=int, default=4096, metavar="TOKENS", help="of prompts (default: %(default)s)")
-    parser.add_argument("--prompts", type=int, default=4, help="of each kind (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=71, help="of RULER's samples (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="to follow, at most (default: %(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help="CSV file")
-    parser.add_argument("--summary", action="store_true", help="only prints what the file has")
+    add_prompt_arguments(parser, length=4096, prompts=4)
     args = parser.parse_args(argv)
     rows = []
-    if args.summary or args.out.exists():
-        with args.out.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+    try:
+        if args.summary or args.out.exists():
+            with args.out.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+    except OSError as error:
+        parser.error(str(error))
     if args.summary:
         summarise(rows)
         return 0

@@ -36,6 +36,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -179,7 +180,7 @@ def replay_acceptance(share: float) -> None:
         else:
             request.rejected_drafts += left
 
-    drafted_rows._Drafted.take = take  # type: ignore[method-assign]
+    patch.object(drafted_rows._Drafted, "take", take).start()
 
 
 def free_memory() -> None:
