@@ -161,9 +161,13 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
 def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> bool:
     """Serves the engines of ``process`` on a bound socket, which the processes of ``workers`` serve, too. Returns
     whether the engine process has ended by itself. After a signal, shuts everything down and raises the signal's
-    exception."""
+    exception, if the command has not been started with the signal ignored."""
+
+    was_well = False
 
     async def stop() -> None:
+        nonlocal was_well
+        was_well = not server.has_failed  # from here on the engine ends because it is stopped
         await asyncio.to_thread(workers.join)
         await asyncio.to_thread(process.stop, STOP_SECONDS)
 
@@ -171,4 +175,4 @@ def serve(process: EngineProcess, served_name: str, listener: socket.socket, wor
     server = server_on(listener, app, [stop, app.state.drop], workers.drain)
     process.when_it_ends(lambda reason: server.fail())
     server.run(sockets=[listener])
-    return server.has_failed
+    return server.has_failed and not was_well

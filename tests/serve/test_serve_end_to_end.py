@@ -254,6 +254,18 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
         assert "/v1/chat/completions 200 id=" in line and line.endswith(" cut=server_stopping")
 
 
+def test_a_server_in_the_background_of_a_script_stops_without_an_error():
+    """It ignores SIGINT until it serves. That its engine ends because it was stopped is no fault."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process inherits this
+    try:
+        with server_process() as (process, _):
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=300)
+            assert process.returncode == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
 def test_a_server_process_drains_and_a_second_signal_ends_it():
     with server_process("--shutdown-timeout", "100") as (process, url):
