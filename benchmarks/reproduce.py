@@ -1,17 +1,16 @@
-"""Reproduces README's RULER table from a fresh clone: runs the same evaluations, and shows each new figure beside the
-recorded one, both on the same samples.
+"""Reproduces README's RULER table from a fresh clone: runs the evaluations of one seed of each column, and shows each
+new figure beside the recorded one, both on the same samples.
 
-    make reproduce                                   # SmolLM2's rows, in results/reproduce
+    make reproduce                                   # SmolLM2's columns, in results/reproduce
     python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
 
-It needs the extra ``eval``, which ``make reproduce`` installs. Qwen's columns need its GGUF file (``--qwen``). A run
+It needs the extra ``eval``, which ``make reproduce`` installs. Qwen's column needs its GGUF file (``--qwen``). A run
 that was stopped continues from its last answer.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,16 +23,9 @@ import torch
 from shadowkv.eval.records.predictions import Prediction, PredictionFile, read_predictions, write_text
 from shadowkv.eval.reports.statistics import mean_and_error
 
-RECORDED = Path(__file__).parent / "results" / "h200"
-SEED = "51"
-POLICIES = (
-    "full",
-    "full:prefill=sparse",
-    "turbo:prefill=sparse",
-    "turbo:prefill=sparse,sampled=0.75,budget=1024",
-)
-"""The table's rows. In the records, the label of the last policy has ``@1024`` for its budget."""
-YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+RECORDED = Path(__file__).parent / "results" / "h200" / "ruler_four_seeds"
+POLICIES = ("full", "full:prefill=sparse", "turbo", "turbo:prefill=sparse")
+"""The table's rows. Not every column has all of them."""
 
 Sample = tuple[str, str]
 """A sample's task and id."""
@@ -46,12 +38,14 @@ class Column:
     Attributes:
         model: the model's name in the table.
         folder: name of the folder of the recorded answers, and of the folder of the new ones.
+        seed: the evaluation in that folder, and the seed of its samples.
         length: tokens of the samples.
         flags: flags of ``shadowkv eval`` that choose the model.
     """
 
     model: str
     folder: str
+    seed: int
     length: int
     flags: tuple[str, ...]
 
@@ -60,57 +54,45 @@ class Column:
         return scores(self.predictions(), self.length)
 
     def predictions(self) -> list[Prediction]:
-        """Returns the recorded answers in the folder, of all lengths."""
-        return read_predictions(RECORDED / self.folder)
+        """Returns the recorded answers."""
+        return read_predictions(RECORDED / self.folder / str(self.seed))
 
     def seconds(self) -> float:
         """Returns the seconds that the recorded run took: the prefills, which the policies of a run share, and each
         policy's own time."""
-        own = [prediction for prediction in self.predictions() if prediction.length == self.length]
-        prefills = {(one.task, one.id, one.prefill_seconds or 0.0) for one in own}
-        return sum(seconds for _, _, seconds in prefills) + sum(one.seconds for one in own)
+        answers = self.predictions()
+        prefills = {(one.task, one.id, one.prefill_seconds or 0.0) for one in answers}
+        return sum(seconds for _, _, seconds in prefills) + sum(one.seconds for one in answers)
 
 
 def columns(qwen: Path | None) -> list[Column]:
-    """Returns README's columns. Qwen's columns are included only if its file is given."""
+    """Returns README's columns. Qwen's column is included only if its file is given."""
+    model = ("--model", "smollm2-135m-64k")
     found = [
-        Column("SmolLM2-135M", folder, length, ("--model", "smollm2-135m-64k"))
-        for folder, length in (("ruler_smollm2", 16384), ("ruler_smollm2", 32768), ("ruler_64k_smollm2", 65536))
+        Column("SmolLM2-135M", "smollm2_16k", 201, 16384, model),
+        Column("SmolLM2-135M", "smollm2_32k", 101, 32768, model),
     ]
     if qwen is not None:
-        model = ("--model", str(qwen))
-        found += [Column("Qwen2.5-Coder-1.5B", "ruler_qwen", length, model) for length in (16384, 32768)]
-        yarn = (*model, "--hf-overrides", json.dumps(YARN))
-        found.append(Column("Qwen2.5-Coder-1.5B", "ruler_64k_qwen", 65536, yarn))
+        model = ("--model", str(qwen), "--quantization", "none")
+        found.append(Column("Qwen2.5-Coder-1.5B", "qwen_32k", 201, 32768, model))
     return found
 
 
-def label(policy: str) -> str:
-    """Returns a policy's label in predictions."""
-    return policy.replace(",budget=1024", "@1024")
-
-
-def scores(predictions: Iterable[Prediction], length: int) -> dict[str, dict[Sample, float]]:
-    """Returns the scores at a length, by the policy's label and by sample."""
+def scores(predictions: Iterable[Prediction]) -> dict[str, dict[Sample, float]]:
+    """Returns the scores by policy and by sample."""
     found: dict[str, dict[Sample, float]] = defaultdict(dict)
     for one in predictions:
-        if one.length == length:
-            found[one.policy][one.task, one.id] = one.score
+        found[one.policy][one.task, one.id] = one.score
     return found
 
 
-def commands(column: Column, policies: Sequence[str], samples: int | None, out: Path) -> list[list[str]]:
-    """Returns the commands of a column's runs. Policies with the same recorded tasks are in one run and share its
-    prefills."""
-    recorded, runs = column.recorded(), defaultdict(list)
-    for policy in policies:
-        asked = recorded.get(label(policy))
-        if asked:
-            runs[tuple(sorted({task for task, _ in asked}))].append(policy)
-    most = max(number_of_samples(asked) for asked in recorded.values())
-    wanted = ["--seed", SEED, "--length", str(column.length), "--samples", str(min(samples or most, most))]
-    start = [sys.executable, "-m", "shadowkv.eval", "ruler", *column.flags, *wanted]
-    return [[*start, "--tasks", *tasks, "--kv", *of_run, "--out", str(out)] for tasks, of_run in runs.items()]
+def command(column: Column, policies: Sequence[str], samples: int | None, out: Path) -> list[str]:
+    """Returns the command that answers a column's samples with those of the policies that were recorded."""
+    recorded = scores(column.predictions())
+    most = number_of_samples(recorded[POLICIES[0]])
+    wanted = ["--seed", str(column.seed), "--length", str(column.length), "--samples", str(min(samples or most, most))]
+    kvs = [policy for policy in policies if policy in recorded]
+    return [sys.executable, "-m", "shadowkv.eval", "ruler", *column.flags, *wanted, "--kv", *kvs, "--out", str(out)]
 
 
 def number_of_samples(asked: Iterable[Sample]) -> int:
@@ -125,34 +107,34 @@ def cell(policy: str, new: dict[str, dict[Sample, float]], recorded: dict[str, d
     """Returns a policy's score (for ``full``) or difference to ``full``, in points, with the recorded figure in
     brackets. Both are over the samples that have new and recorded answers of the policy and of ``full``. Then follows
     the mean change of a sample's score since the record, with its standard error."""
-    name, base = label(policy), label(POLICIES[0])
-    shared = sorted(set(new[name]) & set(new[base]) & set(recorded[name]) & set(recorded[base]))
+    base = POLICIES[0]
+    shared = sorted(set(new[policy]) & set(new[base]) & set(recorded[policy]) & set(recorded[base]))
     if not shared:
         return "–"
     by_task: dict[str, list[float]] = defaultdict(list)
     figures = []
     for source in (new, recorded):
-        values = [source[name][one] - (0 if name == base else source[base][one]) for one in shared]
+        values = [source[policy][one] - (0 if policy == base else source[base][one]) for one in shared]
         figures.append(100 * sum(values) / len(values))
     for one in shared:
-        by_task[one[0]].append(100 * (new[name][one] - recorded[name][one]))
+        by_task[one[0]].append(100 * (new[policy][one] - recorded[policy][one]))
     mean, error = mean_and_error(*by_task.values())
-    shown = "{:.1f} ({:.1f})" if name == base else "{:+.1f} ({:+.1f})"
+    shown = "{:.1f} ({:.1f})" if policy == base else "{:+.1f} ({:+.1f})"
     return f"{shown.format(*figures)}; {mean:+.1f} ± {error:.1f}, n = {len(shared)}"
 
 
 def table(chosen: Sequence[Column], out: Path) -> str:
     """Returns the table in Markdown."""
     lines = [
-        "RULER, seed 51: scores of `full` and differences to it in points, in brackets README's, over the same samples."
-        " Then the mean change of a sample's score since README's run ± its standard error.\n",
+        "RULER: scores of `full` and differences to it in points, in brackets the recorded ones, over the same samples."
+        " Then the mean change of a sample's score since the record ± its standard error.\n",
         "| | " + " | ".join(f"{column.model}, {column.length // 1024}K" for column in chosen) + " |",
         "| --- |" + " ---: |" * len(chosen),
     ]
     pairs = []
     for column in chosen:
-        new = scores(PredictionFile(out / column.folder / "predictions.jsonl").predictions, column.length)
-        pairs.append((new, defaultdict(dict, column.recorded())))
+        new = scores(PredictionFile(out / column.folder / "predictions.jsonl").predictions)
+        pairs.append((new, scores(column.predictions())))
     lines += [f"| `{policy}` | {' | '.join(cell(policy, *pair) for pair in pairs)} |" for policy in POLICIES]
     return "\n".join(lines) + "\n"
 
@@ -163,7 +145,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="answers; what is there is not run again"
     )
-    parser.add_argument("--length", type=int, nargs="+", choices=(16384, 32768, 65536), help="columns (default: all)")
+    parser.add_argument("--length", type=int, nargs="+", choices=(16384, 32768), help="columns (default: all)")
     parser.add_argument("--samples", type=int, metavar="N", help="of every task, at most (default: as recorded)")
     parser.add_argument("--kv", nargs="+", choices=POLICIES, default=POLICIES, help="rows (default: all)")
     parser.add_argument("--qwen", type=Path, metavar="FILE", help="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
@@ -179,10 +161,10 @@ def main() -> int:
         print(
             f"{column.model}, {column.length} tokens: {column.seconds() / 60:.0f} minutes on an H200", file=sys.stderr
         )
-        for command in commands(column, args.kv, args.samples, args.out / column.folder):
-            done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-            if done.returncode:
-                return done.returncode
+        run = command(column, args.kv, args.samples, args.out / column.folder)
+        done = subprocess.run(run, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            return done.returncode
         write_text(args.out / "table.md", table(chosen, args.out))
     print((args.out / "table.md").read_text(encoding="utf-8"))
     return 0

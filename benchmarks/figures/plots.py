@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.figures import models, speed
-from benchmarks.figures.answers import DEFAULT, FOUR_SEEDS, HELD_OUT
+from benchmarks.figures.answers import DEFAULT, FORMER, FOUR_SEEDS
 from benchmarks.figures.results import number, pooled, report, ruler, whole
 
 INK = "#808080"
@@ -105,11 +105,12 @@ def reuse() -> Plot:
 def answers() -> Plot:
     """Points of RULER that the default, and sparse prefill alone, lose on held-out seeds: first today's defaults, then
     the former ones."""
+    today = [pooled(folder) for folder in FOUR_SEEDS.values()]
     series: dict[str, list[Values]] = {}
     for label, kv in (("turbo, sparse prefill", DEFAULT), ("full, sparse prefill", "full:prefill=sparse")):
-        former = (ruler(folder)[length, "all", kv] for folder, length in HELD_OUT.values())
-        series[label] = [score.difference or () for score in (pooled(FOUR_SEEDS)[kv], *former)]
-    groups = "SmolLM2, 32K: today's defaults", *(f"{name}: former defaults" for name in HELD_OUT)
+        former = (ruler(folder)[length, "all", kv] for folder, length in FORMER.values())
+        series[label] = [score.difference or () for score in (*(scores[kv] for scores in today), *former)]
+    groups = *FOUR_SEEDS, *(f"{name}: former defaults" for name in FORMER)
     return Plot("intervals", "points of RULER lost or gained, beside full attention", series, groups)
 
 
