@@ -21,6 +21,12 @@ example one that was measured on a trained model (``benchmarks.serving.speculati
 
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full full-speculative --acceptance 0.9 --synthetic-prefill --out results
+
+With ``--ruler``, prompts are samples of RULER and all of them are computed, with a trained model. A cell then has the
+mean score of the answers, too:
+
+    python -m benchmarks.sweeps.throughput --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --context 32768 \\
+        --kv full fp8 turbo --ruler 301 --out results
 """
 
 from __future__ import annotations
@@ -43,6 +49,7 @@ import torch
 from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, replay_blocks, replayed_density, window
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
+from benchmarks.sweeps.scored import ruler_samples, scores, tokens_of
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
 from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
@@ -57,7 +64,7 @@ from shadowkv.settings import add_flag
 from shadowkv.wording import GIB
 
 COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
-COLUMNS += ["h2d_mb_per_step", "hit_rate", "status"]
+COLUMNS += ["h2d_mb_per_step", "hit_rate", "ruler", "status"]
 UTILIZATION = 0.99
 """Share of the GPU's memory that an engine uses. The rest is left for activations, workspaces and captured CUDA
 graphs."""
@@ -97,12 +104,13 @@ def mix_name(mix: Mix) -> str:
     return ",".join(map(str, mix))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+def command() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
-    add_flag(parser, EngineConfig, "quantization")
+    for name in ("quantization", "hf_overrides"):
+        add_flag(parser, EngineConfig, name)
     parser.add_argument("--context", type=int, nargs="+", help="tokens (default: 61440)")
     add_policies(parser, "full", "shadowkv", "turbo")
     parser.add_argument("--batch", nargs="+", default=["auto"], help="sequences, or auto for as many as fit")
@@ -113,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--synthetic-prefill", action="store_true", help="random keys and values after the first prompt"
     )
+    text = "prompts are RULER's samples of this seed, and answers are scored; needs a trained model"
+    parser.add_argument("--ruler", type=int, metavar="SEED", help=text)
     text = "where values are on the host: share of the selected chunks that the step before selected too"
     parser.add_argument("--hit-rate", type=float, metavar="SHARE", help=text)
     add_flag(parser, EngineConfig, "speculative_config")
@@ -120,6 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--acceptance", type=float, metavar="SHARE", help=text)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = command()
     args = parser.parse_args(arguments)
     if args.hit_rate is not None and not 0 <= args.hit_rate <= 1:
         parser.error(f"--hit-rate {args.hit_rate} must be a share from 0 to 1")
@@ -129,6 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(drafted_tokens(args, kv) for kv in args.kv):
             parser.error("--acceptance needs a policy that drafts (full-speculative), or --speculative-config")
         replay_acceptance(args.acceptance)
+    if args.ruler is not None and (args.load_format == "dummy" or args.synthetic_prefill or args.mix):
+        parser.error(
+            "--ruler scores answers of a trained model: leave out dummy weights, --synthetic-prefill and --mix"
+        )
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     if args.mix and args.context:
@@ -213,7 +233,9 @@ def mix_path(out: Path, model: str, kv: str, mix: Mix) -> Path:
 
 def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> EngineConfig:
     """Returns the config of a cell's engine."""
-    given = {name: getattr(args, name) for name in ("model", "load_format", "quantization", "enforce_eager")}
+    given = {
+        name: getattr(args, name) for name in ("model", "load_format", "quantization", "hf_overrides", "enforce_eager")
+    }
     sizes = {"max_num_seqs": batch, "max_cached_seqs": 0, "max_model_len": context + new_tokens(args, kv)}
     host = args.host_memory_gib or 0.85 * free_host_bytes() / GIB
     # Random weights were not trained for a context length, so any base of RoPE will do. Times do not depend on it.
@@ -249,7 +271,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
         density = replayed_density(args.replay, context)
         cell["replayed_density"] = density if engine.cache.spec.prefill == "sparse" else None
         replay_blocks(engine, density)
-        cell |= run(args, engine, count, context, new_tokens(args, kv))
+        cell |= run(args, engine, loaded, count, context, new_tokens(args, kv))
     except (MemoryError, torch.OutOfMemoryError) as error:
         cell["status"] = f"out of memory: {str(error).splitlines()[0]}"
     return cell
@@ -276,14 +298,18 @@ def fitting(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
     return largest_batch(loaded.config, layout, context, capacity, usable, host, drafts=config.speculation).both
 
 
-def run(args: argparse.Namespace, engine: Engine, count: int, context: int, new: int) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace, engine: Engine, loaded: LoadedModel, count: int, context: int, new: int
+) -> dict[str, Any]:
     """Fills an engine with sequences that can generate ``new`` tokens, times its steps, and returns the figures."""
     cache = engine.cache
+    samples = [] if args.ruler is None else ruler_samples(loaded, context, count, args.ruler)
+    prompts = [tokens_of(loaded, sample) for sample in samples] or random_prompts(engine, count, context)
     scatter(cache)
     if args.hit_rate is not None and cache.fetches is not None:  # before the first step is captured
         cache.selection_hook = ScriptedSelection(cache, context - RAGGED, args.hit_rate)
     torch.cuda.synchronize()
-    ttft = fill(engine, count, context, new, args.synthetic_prefill, args.warm_prompts)
+    ttft = fill(engine, prompts, new, args.synthetic_prefill, args.warm_prompts)
     for _ in range(args.steps):
         engine.step()
     torch.cuda.synchronize()
@@ -307,16 +333,21 @@ def run(args: argparse.Namespace, engine: Engine, count: int, context: int, new:
         "host_gib": used["host"] / GIB,
         "h2d_mb_per_step": moved / (args.windows * args.steps) / 1e6,
         "hit_rate": 1 - fetched / selected if selected else None,
+        "ruler": 100 * statistics.mean(scores(engine, loaded, samples)) if samples else None,
         "profile": profile(engine),
     }
 
 
-def fill(engine: Engine, count: int, context: int, new: int, synthetic: bool, warm: int = 1) -> float:
-    """Begins ``count`` sequences of up to ``context`` tokens, which can generate ``new`` tokens each. Before them,
-    ``warm`` prompts of the same length are computed as warm-up. Returns the first sequence's time to first token in
-    seconds. Raises MemoryError if some sequences do not fit."""
+def random_prompts(engine: Engine, count: int, context: int) -> list[list[int]]:
+    """Returns ``count`` prompts of random tokens, up to ``RAGGED`` tokens shorter than ``context``."""
     draw, words = random.Random(0), range(min(1000, engine.model_config.vocab_size))
-    prompts = [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
+    return [draw.choices(words, k=context - draw.randrange(RAGGED)) for _ in range(count)]
+
+
+def fill(engine: Engine, prompts: list[list[int]], new: int, synthetic: bool, warm: int = 1) -> float:
+    """Begins a sequence for each prompt, which can generate ``new`` tokens. Before them, ``warm`` prompts as long as
+    the first are computed as warm-up. Returns the first sequence's time to first token in seconds. Raises MemoryError
+    if some sequences do not fit."""
     for _ in range(warm):
         first_token(engine, "before", [*reversed(prompts[0])], new)
         engine.abort("before")  # an aborted request, unlike a finished one, is not kept in the prefix cache
@@ -375,7 +406,7 @@ def summarise(out: Path) -> None:
     with (out / "summary.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows([show(cell[name]) for name in COLUMNS] for cell in cells)
+        writer.writerows([show(cell.get(name)) for name in COLUMNS] for cell in cells)
     plot_throughput(cells, out)
 
 

@@ -18,6 +18,7 @@ import gc
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -81,8 +82,8 @@ def batch_and_context(text: str) -> tuple[int | None, int]:
     return None if batch == "auto" else int(batch), int(context)
 
 
-def main() -> int:
-    """Command line; returns the exit status."""
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line. The result also has the flags of the throughput sweep, which measures a cell."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b", help="(default: %(default)s)")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="(default: %(default)s)")
@@ -92,8 +93,14 @@ def main() -> int:
     add_policies(parser, "full", "turbo")
     throughput.add_timing_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
-    args = parser.parse_args()
-    args.enforce_eager, args.hit_rate, args.host_memory_gib, args.synthetic_prefill = False, None, None, True
+    args = parser.parse_args(given)
+    others = throughput.command().parse_args(["--synthetic-prefill", "--out", str(args.out)])
+    return argparse.Namespace(**vars(others) | vars(args))
+
+
+def main() -> int:
+    """Runs the command; returns the exit status."""
+    args = arguments()
     return 0 if all([in_fresh_process(measure, args, form) for form in args.formats]) else 1
 
 

@@ -10,8 +10,9 @@ import torch
 from benchmarks.serving.speculation import Always
 from benchmarks.sweeps import throughput, weights
 from benchmarks.sweeps.engines import window
+from benchmarks.sweeps.scored import scores
 from benchmarks.sweeps.synthetic import begin
-from benchmarks.sweeps.throughput import fill, fitting, new_tokens, replay_acceptance
+from benchmarks.sweeps.throughput import fill, fitting, new_tokens, random_prompts, replay_acceptance
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
@@ -19,6 +20,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling import drafted_rows
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import size_cache
+from shadowkv.eval.records.predictions import Sample
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.plan.planner import Machine, Planner
@@ -34,9 +36,9 @@ def test_a_batch_is_begun_as_a_whole_or_refused(room, synthetic):
         engine.cache.allocate(1024, 1024)
     if room < 2:
         with pytest.raises(MemoryError, match="only 1 of 2 sequences fit"):
-            fill(engine, 2, 640, 20, synthetic)
+            fill(engine, random_prompts(engine, 2, 640), 20, synthetic)
     else:
-        assert fill(engine, 2, 640, 20, synthetic) > 0
+        assert fill(engine, random_prompts(engine, 2, 640), 20, synthetic) > 0
         assert engine.num_running == 2
         assert len(engine.step()) == 2
 
@@ -57,7 +59,7 @@ def test_prompts_before_the_timed_one_leave_nothing(warm, monkeypatch):
         engine = Engine(EngineConfig(model=str(path), max_num_seqs=2, max_model_len=1024, max_cached_seqs=0, **ENGINE))
     computed, first_token = [], throughput.first_token
     monkeypatch.setattr(throughput, "first_token", lambda *all: computed.append(all[1]) or first_token(*all))
-    fill(engine, 2, 640, 20, True, warm)
+    fill(engine, random_prompts(engine, 2, 640), 20, True, warm)
     assert computed == ["before"] * warm + ["0"] and engine.num_running == 2
 
 
@@ -70,7 +72,7 @@ def test_drafted_tokens_are_accepted_as_often_as_asked(share, tokens, monkeypatc
         drafts = {"method": "sparse", "num_speculative_tokens": 4}
         engine = Engine(EngineConfig(model=str(path), speculative_config=drafts, **{**ENGINE, **config}))
     engine.decode_steps.speculation.account = Always()
-    fill(engine, 2, 640, 60, True)
+    fill(engine, random_prompts(engine, 2, 640), 60, True)
     assert window(engine, 2, 2).tokens == 2 * tokens
 
 
@@ -98,7 +100,7 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
     args = Namespace(
         model="", load_format="dummy", quantization=None, windows=3, steps=20, host_memory_gib=host_gib,
-        enforce_eager=True, speculative_config=None, acceptance=None,
+        enforce_eager=True, speculative_config=None, acceptance=None, hf_overrides=None,
     )  # fmt: skip
     with tiny_model(**shape, max_position_embeddings=65536) as path:
         config = EngineConfig(model=str(path), load_format="dummy", device="cpu", dtype="bfloat16")
@@ -122,3 +124,36 @@ def test_planner_sweep_and_engine_name_the_same_largest_batch(monkeypatch, kv, h
             return min(have[tier] // need[tier] for tier in ("device", "host") if need[tier])
 
         assert sequences(count) >= count and sequences(count + 1) <= count
+
+
+def test_answers_of_a_timed_batch_are_scored_up_to_their_end():
+    class Words:
+        eos_token_ids = frozenset({0})
+
+        def decode(self, tokens):
+            return " ".join(f"w{token}" for token in tokens)
+
+    def running(number, tokens):
+        return Namespace(request=Namespace(request_id=str(number), output_token_ids=tokens))
+
+    def sample(limit):
+        return Sample("vt", "1", ("",), (("w3", "w4"),), limit, "string_match_all", 100)
+
+    answers = [[3, 4, 9], [3, 0, 4], [9, 3, 4]]
+    engine = Namespace(scheduler=Namespace(running=[running(*one) for one in enumerate(answers)]))
+    loaded = Namespace(tokenizer=Words(), config=Namespace(eos_token_ids=[8]))
+    assert scores(engine, loaded, [sample(3), sample(3), sample(2)]) == [1.0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("flags", [["--load-format", "dummy"], ["--synthetic-prefill"], ["--mix", "1x1000,2x200"]])
+def test_answers_of_random_weights_or_prompts_are_not_scored(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        throughput.main(["--ruler", "1", "--out", str(tmp_path), *flags])
+    assert "--ruler scores answers of a trained model" in capsys.readouterr().err
+
+
+def test_a_sweep_of_weights_has_all_flags_of_a_cell(tmp_path):
+    args = weights.arguments(["--load-format", "dummy", "--cells", "2x1024", "--out", str(tmp_path / "weights.csv")])
+    config = throughput.config_of(args, "turbo", 2, 1024)
+    assert (config.load_format, config.max_num_seqs) == ("dummy", 2)
+    assert (args.synthetic_prefill, args.ruler, args.cells) == (True, None, [(2, 1024)])
