@@ -149,6 +149,7 @@ def load_model(
     hub: Hub = HUB,
     tokenizer: str | Path | None = None,
     draft_head: bool = False,
+    check: Callable[[Shard], object] = lambda shard: None,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of it.
 
@@ -169,6 +170,8 @@ def load_model(
         hub: settings of the hub, if ``source`` is a hub id.
         tokenizer: a source whose tokenizer replaces the model's own.
         draft_head: whether to load the layer that drafts tokens (``Decoder.draft_head``).
+        check: is called with the part of the model that will be loaded, before weights are downloaded or read. What it
+            raises is raised here.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -194,13 +197,14 @@ def load_model(
         )
         read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
         shard = Shard(config, group.rank, group.size, expert_parallel)
+        check(shard)
         return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
         # Models that cannot be run or split are refused before gigabytes of weights are downloaded.
         stated, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
-        Shard(config, group.rank, group.size, expert_parallel)
         if draft_head:
-            _with_draft_head(config, stated)
+            config = _with_draft_head(config, stated)
+        check(Shard(config, group.rank, group.size, expert_parallel))
         storage.check_stated(quantization, None if format is None else format.method, str(source))
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
@@ -212,6 +216,7 @@ def load_model(
     storage.check_stated(quantization, "GGUF" if in_gguf else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
     shard = Shard(files.config, group.rank, group.size, expert_parallel)
+    check(shard)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTIZED)
     return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling, path)
 
