@@ -232,8 +232,8 @@ METHODS = (
         ("layers/gated_delta_net.py", "layers/mamba2.py", "kvcache/recurrent/states.py", "ops/recurrence.py"),
         ("causal_convolution", "gated_delta_rule", "ssd"),
         ("cpu/recurrence",),
-        ("ops/test_gated_delta_rule.py", "ops/test_ssd.py", "ops/test_causal_convolution.py", "models/test_qwen3_5.py"),
-        (("causal_convolution", "fla-core"), ("ssd", "fla-core")),
+        ("ops/test_linear_attention.py", "ops/test_gated_delta_rule.py", "ops/test_ssd.py", "models/test_qwen3_5.py"),
+        (("causal_convolution", "fla-core"),),
     ),
     Method(
         "native indexers (MiniMax-M3, the Qwen4 preview)",

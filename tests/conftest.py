@@ -18,7 +18,7 @@ from shadowkv import baselines
 baselines.register()  # tests draw from all presets, codecs and parts
 
 LONGEST = (
-    *("test_cuda_gated_delta_rule.py", "test_cuda_smollm2.py", "test_cuda_tiers.py", "test_cuda_compiles.py"),
+    *("test_cuda_linear_attention.py", "test_cuda_smollm2.py", "test_cuda_tiers.py", "test_cuda_compiles.py"),
     "test_cuda_quantized_models.py",
     *("test_cuda_sources.py", "test_replicas.py", "test_smollm2.py", "test_batch.py", "test_soak.py"),
     *("test_interpreted.py", "test_snapshots.py", "test_serve_end_to_end.py", "test_tensor_parallel.py"),

@@ -70,3 +70,25 @@ def in_order(compute: Callable[..., Tensor], spans: Spans, *tokens: Tensor) -> T
         own = slice(row, row + 1)
         outs.append(compute(*(x[own] for x in tokens), Spans(None, spans.read[own], spans.write[own])))
     return torch.cat(outs)
+
+
+def in_spans(compute: Callable[..., tuple[Tensor, Tensor]], states: Tensor, spans: Spans, *tokens: Tensor) -> Tensor:
+    """Computes spans of several tokens, one span after another. Only if there are ``spans.lengths``.
+
+    Args:
+        compute: gets a span's rows of each tensor in ``tokens``, and the state before the span in float32, [...]. It
+            returns the results of the span's tokens [n, ...] and the state after them.
+        states: [N, ...]. The rows ``spans.read`` are read, the rows ``spans.write`` are written.
+        tokens: tensors [T, ...], with a row for each token.
+
+    Returns:
+        The results of all tokens [T, ...].
+    """
+    assert spans.lengths is not None
+    outs = []
+    for number, own in enumerate(zip(*(x.split(spans.lengths) for x in tokens), strict=True)):
+        row = slice(number, number + 1)
+        out, after = compute(*own, states[spans.read[row]].squeeze(0).float())
+        states[spans.write[row]] = after.to(states.dtype).unsqueeze(0)
+        outs.append(out)
+    return torch.cat(outs)

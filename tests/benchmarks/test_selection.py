@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.ops.sketch_selection import selected_by
+from benchmarks.ops.selection.sketch_selection import selected_by
 from benchmarks.selection.__main__ import Follower, main, rows_of, summarise
 from benchmarks.selection.rules import FORMER, RULES, TAKEN, ByRule, Rule, chances
 from robustness.tiny_model import tiny_model

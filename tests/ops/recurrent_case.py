@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from devices import DEVICE, TRITON_RUNS
+from precision import assert_close_like_lowp
 from torch import Tensor
 from torch.nn import functional as F
 
 from shadowkv.ops.extension import cpu_missing
 from shadowkv.ops.recurrence import CHUNK, Spans, in_order
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-NAMES = ("triton",) if ON_GPU or INTERPRETED else ("reference", *(() if cpu_missing() else ("cpu",)))
+NAMES = ("triton",) if TRITON_RUNS else ("reference", *(() if cpu_missing() else ("cpu",)))
 """Backends that run here."""
 
 DRAWS = 2
@@ -228,12 +229,12 @@ def plain_convolution(case: Convolution, dtype: torch.dtype) -> tuple[Tensor, Te
     return F.silu(torch.cat(outs) + bias.to(x.device)), states
 
 
-def draws_of_state_space(case: StateSpace) -> list[tuple[Tensor, ...]]:
+def draws_of_state_space(case: StateSpace, step: float = torch.finfo(torch.float32).eps) -> list[tuple[Tensor, ...]]:
     """As ``draws_of_rule``. Log decays, dt a, are rounded by way of numbers dt of their own."""
     sums = case.dt if case.spans.lengths is None else CHUNK * case.dt.mean(0)
 
     def draw() -> StateSpace:
-        x, b, c, states = (rounded(one, one.float().abs()) for one in (case.x, case.b, case.c, case.states))
+        x, b, c, states = (rounded(one, one.float().abs(), step) for one in (case.x, case.b, case.c, case.states))
         return case._replace(x=x, b=b, c=c, states=states)
 
     return [plain_ssd(draw(), torch.float32, rounded(case.dt, sums)) for _ in range(DRAWS)]
@@ -258,3 +259,65 @@ def plain_ssd(case: StateSpace, dtype: torch.dtype, decaying: Tensor | None = No
             outs.append((c[t].unsqueeze(1) @ state).squeeze(1) + d.unsqueeze(1) * x[t])
         states[write] = state
     return torch.stack(outs), states
+
+
+class Op(NamedTuple):
+    """An op with a matrix for each head as its state, and what it is tested with.
+
+    Attributes:
+        name: of the op.
+        values: the name of the argument that has the dtype and the shape of the results.
+        draw: draws arguments: ``draw_rule`` or ``draw_state_space``.
+        plain: the formula, token by token, in a dtype.
+        draws: the formula in float32 of numbers that are rounded at random.
+    """
+
+    name: str
+    values: str
+    draw: Callable[..., Any]
+    plain: Callable[..., tuple[Tensor, Tensor]]
+    draws: Callable[..., list[tuple[Tensor, ...]]]
+
+    def check(self, backend: Any, case: Any, precision: torch.dtype = torch.float32) -> None:
+        """Results and states lose at most twice what the formula loses of arguments that are rounded in ``precision``;
+        other rows are as before. States in bfloat16 are rounded once, after a span.
+
+        Args:
+            precision: what the backend rounds arguments, and states within a span, to.
+        """
+        exact, draws = self.plain(case, torch.float64), self.draws(case, torch.finfo(precision).eps)
+        before, written, values = case.states.clone(), case.spans.write, getattr(case, self.values)
+        out = getattr(backend, self.name)(*case)
+        assert (out.dtype, out.shape) == (values.dtype, values.shape)
+        assert_close_like_lowp(out, exact[0], *(low.to(out.dtype) for low, _ in draws))
+        held = before.dtype if precision == torch.float32 else precision
+        lows = (low[written].to(held) for _, low in draws)
+        assert_close_like_lowp(case.states[written], exact[1][written], *lows)
+        before[written] = case.states[written]
+        torch.testing.assert_close(case.states, before, atol=0, rtol=0, equal_nan=True)
+
+    def check_beside(self, case: Any, theirs: Tensor, their_states: Tensor) -> None:
+        """Results and states of every backend that runs here lose at most twice what another implementation's
+        ``theirs`` and ``their_states`` lose."""
+        written, draws = case.spans.write, self.draws(case)
+        exact, exact_states = self.plain(case, torch.float64)
+        for name in NAMES:
+            states = case.states.clone()
+            op = getattr(import_module(f"shadowkv.ops.linear_attention.{name}"), self.name)
+            found = (op(*case._replace(states=states)), theirs, exact, *(low for low, _ in draws))
+            after = (states[written], their_states, exact_states[written], *(low[written] for _, low in draws))
+            for mine, other, oracle, *low in (found, after):
+                assert_close_like_lowp(mine, oracle, *low)
+                mine_lost, other_lost = ((one.double() - oracle).abs().max() for one in (mine, other))
+                assert mine_lost <= 2 * other_lost, f"{name} is off by {mine_lost:.3g}, the other by {other_lost:.3g}"
+
+
+RULE = Op("gated_delta_rule", "v", draw_rule, plain_rule, draws_of_rule)
+SSD = Op("ssd", "x", draw_state_space, plain_ssd, draws_of_state_space)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], module: str) -> None:
+    """Makes ``function`` what fla-core's ``module`` has by this name."""
+    for name in ("fla", "fla.ops", module):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    setattr(sys.modules[module], function.__name__, function)

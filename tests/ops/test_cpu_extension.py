@@ -311,9 +311,8 @@ from plain_formulas import assert_close
 import test_causal_convolution as convolution
 import test_cpu_attend_selected as selected
 import test_cpu_extension as tests
-import test_gated_delta_rule as rule
+import test_linear_attention as linear
 import test_quantized_blocks as quantized
-import test_ssd as space
 from shadowkv.ops.quantized_matmul.cpu import FORMATS
 from shadowkv.ops.linear_attention import cpu as recurring
 from shadowkv.ops.registry import Ops
@@ -328,9 +327,9 @@ for heads, group, dim in {[*SHAPES, (2, 5, 20)]}:
     for found, expected in zip(tests.cpu.paged_attention(*low), tests.plain(low)):
         torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=1e-2)
 for dtype in (torch.float32, torch.bfloat16):
-    for shape in rule.SHAPES:
-        rule.check(recurring, rule.draw_rule((7, 1), *shape, dtype))
-        space.check(recurring, space.draw_state_space((7, 1), *shape, dtype))
+    for shape in linear.SHAPES:
+        for op in (linear.RULE, linear.SSD):
+            op.check(recurring, op.draw((7, 1), *shape, dtype))
     convolution.check(recurring, convolution.draw_convolution((7, 1), 300, 4, dtype))
 selected.test_float32_is_the_reference()
 selected.test_of_bfloat16_only_the_result_is_rounded()

@@ -1,78 +1,24 @@
-"""The gated delta rule against its formula in float64, on every backend that runs here: on a CPU, in Triton's
-interpreter or on a GPU; what fla-core is asked for; long prompts."""
+"""What only the gated delta rule has, on every backend that runs here: on a CPU, in Triton's interpreter or on a GPU;
+what fla-core is asked for; long prompts. Tests that it shares with Mamba-2's op are in test_linear_attention.py."""
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from inspect import unwrap
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from precision import assert_close_like_lowp
-from recurrent_case import (
-    CHAINS,
-    DEVICE,
-    INTERPRETED,
-    LENGTHS,
-    NAMES,
-    ON_GPU,
-    Rule,
-    draw_rule,
-    draw_spans,
-    draws_of_rule,
-    one_by_one,
-    plain_rule,
-    poison_outputs,
-)
+from devices import DEVICE, INTERPRETED, ON_GPU
+from recurrent_case import LENGTHS, NAMES, RULE, Rule, draw_rule, install, plain_rule
 from torch import Tensor
 
 from shadowkv.ops.recurrence import Spans
-
-SHAPES = [(2, 1, 16, 16), (1, 3, 20, 37), (2, 2, 128, 64)]
-"""Heads of keys, heads of values for each of them, dims of keys and of values."""
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 @pytest.fixture(params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Any:
     return import_module(f"shadowkv.ops.linear_attention.{request.param}")
-
-
-def check(backend: Any, case: Rule) -> None:
-    """Results and states lose at most twice what the formula loses in the same precision; other rows are as before.
-    States in bfloat16 are rounded once, after a span."""
-    exact, draws, written = plain_rule(case, torch.float64), draws_of_rule(case), case.spans.write
-    before = case.states.clone()
-    out = backend.gated_delta_rule(*case)
-    assert (out.dtype, out.shape) == (case.v.dtype, case.v.shape)
-    assert_close_like_lowp(out, exact[0], *(low.to(out.dtype) for low, _ in draws))
-    lows = (low[written].to(before.dtype) for _, low in draws)
-    assert_close_like_lowp(case.states[written], exact[1][written], *lows)
-    before[written] = case.states[written]
-    torch.testing.assert_close(case.states, before, atol=0, rtol=0, equal_nan=True)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS[:1] if INTERPRETED else LENGTHS, ids=str)
-def test_the_formula(
-    seed: int, backend: Any, lengths: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    check(backend, draw_rule(lengths, *shape, dtype))
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS[:1] if INTERPRETED else LENGTHS, ids=str)
-def test_states_in_bfloat16(
-    seed: int, backend: Any, lengths: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    case = draw_rule(lengths, *shape, dtype)
-    check(backend, case._replace(states=case.states.bfloat16()))
 
 
 def test_steps_with_states_in_bfloat16_lose_what_rounding_after_each_may_lose(seed: int, backend: Any) -> None:
@@ -97,69 +43,13 @@ def test_steps_with_states_in_bfloat16_lose_what_rounding_after_each_may_lose(se
 @pytest.mark.parametrize("log_decay", [0.0, -40.0, -1e4])
 def test_states_that_are_kept_and_states_that_are_forgotten(seed: int, backend: Any, log_decay: float) -> None:
     case = draw_rule((70, 1), 2, 1, 16, 16, torch.float32)
-    check(backend, case._replace(log_decay=torch.full_like(case.log_decay, log_decay)))
+    RULE.check(backend, case._replace(log_decay=torch.full_like(case.log_decay, log_decay)))
 
 
 def test_queries_and_keys_of_zero(seed: int, backend: Any) -> None:
     case = draw_rule(None, 2, 1, 16, 16, torch.float32)
     case.q[1], case.k[2] = 0, 0
-    check(backend, case)
-
-
-def test_padding_rows_may_share_a_state(seed: int, backend: Any) -> None:
-    """What becomes of it does not matter; rows beside them are right."""
-    case = draw_rule(None, 2, 1, 128, 64, torch.float32)
-    own = case.spans.read[:2]
-    shared = case.spans.read[2:3].expand(3)
-    rows = torch.cat((own, shared))
-    case = case._replace(spans=Spans(None, rows, rows))
-    exact, draws = plain_rule(case, torch.float64), draws_of_rule(case)
-    out = backend.gated_delta_rule(*case)
-    assert_close_like_lowp(out[:2], exact[0][:2], *(low[:2] for low, _ in draws))
-    assert_close_like_lowp(case.states[own], exact[1][own], *(low[own] for _, low in draws))
-    assert out.isfinite().all()
-
-
-@DTYPES
-@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=["states fp32", "states bf16"])
-@pytest.mark.parametrize("chains", CHAINS, ids=str)
-def test_chains_are_steps_one_after_another(
-    seed: int, backend: Any, chains: tuple[int, ...], states: torch.dtype, dtype: torch.dtype
-) -> None:
-    """Bit by bit, with the state after each token."""
-    case = draw_rule(None, 2, 2, 20, 37, dtype, chains)
-    case = case._replace(states=case.states.to(states))
-    other = case._replace(states=case.states.clone())
-    out, wanted = backend.gated_delta_rule(*case), one_by_one(backend.gated_delta_rule, other)
-    real, rows = slice(sum(chains)), case.spans.write[: sum(chains)]
-    assert torch.equal(out[real], wanted[real]) and out.isfinite().all()
-    assert torch.equal(case.states[rows], other.states[rows]) and case.states[rows].isfinite().all()
-    before = case.spans.read[:1]
-    assert torch.equal(case.states[before], other.states[before]), "the state before the chain stays"
-
-
-def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = draw_rule(None, 1, 3, 20, 37, torch.float32)
-    poison_outputs(monkeypatch)
-    assert backend.gated_delta_rule(*case).isfinite().all()
-
-
-@pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
-@pytest.mark.parametrize("lengths", [None, (70, 3, 200)], ids=str)
-def test_the_number_of_threads_changes_no_bit(seed: int, lengths: tuple[int, ...] | None) -> None:
-    from shadowkv.ops.linear_attention import cpu
-
-    case, before, results = draw_rule(lengths, 2, 2, 64, 48, torch.float32), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            states = case.states.clone()
-            results.append((cpu.gated_delta_rule(*case._replace(states=states)), states))
-    finally:
-        torch.set_num_threads(before)
-    for out, states in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(states.nan_to_num(), results[0][1].nan_to_num())
+    RULE.check(backend, case)
 
 
 @pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
@@ -202,7 +92,7 @@ def test_the_fake_has_the_shape_of_the_op(seed: int, states: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("lengths", LENGTHS[1:], ids=str)
-@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="test_cuda_gated_delta_rule.py has the library itself")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="test_cuda_linear_attention.py has the library itself")
 def test_fla_is_asked_for_the_formula(
     seed: int, lengths: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,21 +117,10 @@ def test_fla_is_asked_for_the_formula(
         )
         return out.to(v.dtype)[None], after
 
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    stub = ModuleType("fla.ops.gated_delta_rule")
-    stub.chunk_gated_delta_rule = chunk_gated_delta_rule  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    install(monkeypatch, chunk_gated_delta_rule, "fla.ops.gated_delta_rule")
     case = draw_rule(lengths, 2, 3, 16, 20, dtype)
-    check(fla, case._replace(states=case.states.clone()))
-    check(fla, case._replace(states=case.states.bfloat16()))
-
-
-def test_chunks_of_spans(seed: int) -> None:
-    spans, _, _ = draw_spans((1, 64, 65, 130))
-    assert spans.chunks.tolist() == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2]]
-    assert spans.starts.tolist() == [0, 1, 65, 130, 260]
-    assert {x.device.type for x in (spans.chunks, spans.starts)} == {DEVICE}
+    RULE.check(fla, case._replace(states=case.states.clone()))
+    RULE.check(fla, case._replace(states=case.states.bfloat16()))
 
 
 @pytest.mark.slow
@@ -253,21 +132,10 @@ def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     torch_chunk_gated_delta_rule = unwrap(modeling.torch_chunk_gated_delta_rule)
     case = draw_rule((60_000,), 2, 1, 16, 16, torch.float32)
     case = case._replace(log_decay=-torch.rand(60_000, 2, device=DEVICE) * torch.tensor([1.0, 1e-3], device=DEVICE))
-    written, draws = case.spans.write, draws_of_rule(case)
-    exact, exact_states = plain_rule(case, torch.float64)
     theirs, their_states = torch_chunk_gated_delta_rule(
         *(x.unsqueeze(0) for x in case[:5]),
         initial_state=case.states[case.spans.read],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    for name in NAMES:
-        states = case.states.clone()
-        module = import_module(f"shadowkv.ops.linear_attention.{name}")
-        found = (module.gated_delta_rule(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
-        after = (states[written], their_states, exact_states[written], *(low[written] for _, low in draws))
-        for mine, other, oracle, *low in (found, after):
-            assert_close_like_lowp(mine, oracle, *low)
-            assert_close_like_lowp(other, oracle, *low)
-            mine_lost, other_lost = ((x.double() - oracle).abs().max() for x in (mine, other))
-            assert mine_lost <= 2 * other_lost, f"off by {mine_lost:.3g}, transformers by {other_lost:.3g}"
+    RULE.check_beside(case, theirs[0], their_states)

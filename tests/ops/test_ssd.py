@@ -1,5 +1,6 @@
-"""Mamba-2's state space model against its formula in float64, on every backend that runs here: on a CPU, in Triton's
-interpreter or on a GPU; long prompts."""
+"""What only Mamba-2's state space model has, on every backend that runs here: on a CPU, in Triton's interpreter or on a
+GPU; what fla-core is asked for; long prompts. Tests that it shares with the gated delta rule are in
+test_linear_attention.py."""
 
 from __future__ import annotations
 
@@ -9,28 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from precision import assert_close_like_lowp
-from recurrent_case import (
-    CHAINS,
-    DEVICE,
-    INTERPRETED,
-    LENGTHS,
-    NAMES,
-    StateSpace,
-    draw_state_space,
-    draws_of_state_space,
-    one_by_one,
-    plain_ssd,
-    poison_outputs,
-)
+from devices import DEVICE, INTERPRETED, ON_GPU
+from recurrent_case import LENGTHS, NAMES, SSD, StateSpace, draw_state_space, install, plain_ssd
+from torch import Tensor
 
 from shadowkv.ops.recurrence import Spans
-
-SHAPES = [(2, 1, 16, 16), (1, 3, 20, 37), (2, 4, 128, 64)]
-"""Groups, heads of each, dims of states and of heads."""
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-STATES = pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=["states fp32", "states bf16"])
 
 
 @pytest.fixture(params=NAMES)
@@ -38,40 +22,10 @@ def backend(request: pytest.FixtureRequest) -> Any:
     return import_module(f"shadowkv.ops.linear_attention.{request.param}")
 
 
-def check(backend: Any, case: StateSpace) -> None:
-    """Results and states lose at most twice what the formula loses in the same precision; other rows are as before.
-    States in bfloat16 are rounded once, after a span."""
-    exact, draws, written = plain_ssd(case, torch.float64), draws_of_state_space(case), case.spans.write
-    before = case.states.clone()
-    out = backend.ssd(*case)
-    assert (out.dtype, out.shape) == (case.x.dtype, case.x.shape)
-    assert_close_like_lowp(out, exact[0], *(low.to(out.dtype) for low, _ in draws))
-    lows = (low[written].to(before.dtype) for _, low in draws)
-    assert_close_like_lowp(case.states[written], exact[1][written], *lows)
-    before[written] = case.states[written]
-    torch.testing.assert_close(case.states, before, atol=0, rtol=0, equal_nan=True)
-
-
-@DTYPES
-@STATES
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("lengths", LENGTHS[:1] if INTERPRETED else LENGTHS, ids=str)
-def test_the_formula(
-    seed: int,
-    backend: Any,
-    lengths: tuple[int, ...] | None,
-    shape: tuple[int, ...],
-    states: torch.dtype,
-    dtype: torch.dtype,
-) -> None:
-    case = draw_state_space(lengths, *shape, dtype)
-    check(backend, case._replace(states=case.states.to(states)))
-
-
 @pytest.mark.parametrize("a", [0.0, -40.0, -1e4])
 def test_states_that_are_kept_and_states_that_are_forgotten(seed: int, backend: Any, a: float) -> None:
     case = draw_state_space(None if INTERPRETED else (70, 1), 2, 1, 16, 16, torch.float32)
-    check(backend, case._replace(a=torch.full_like(case.a, a)))
+    SSD.check(backend, case._replace(a=torch.full_like(case.a, a)))
 
 
 def test_steps_of_no_time_change_nothing(seed: int, backend: Any) -> None:
@@ -81,60 +35,6 @@ def test_steps_of_no_time_change_nothing(seed: int, backend: Any) -> None:
     assert torch.equal(case.states[case.spans.write], before)
     seen = (case.c.repeat_interleave(2, dim=1).unsqueeze(2) @ before).squeeze(2)
     torch.testing.assert_close(out, seen, atol=1e-5, rtol=1e-5)
-
-
-def test_padding_rows_may_share_a_state(seed: int, backend: Any) -> None:
-    """What becomes of it does not matter; rows beside them are right."""
-    case = draw_state_space(None, 2, 1, 128, 64, torch.float32)
-    own = case.spans.read[:2]
-    rows = torch.cat((own, case.spans.read[2:3].expand(3)))
-    case = case._replace(spans=Spans(None, rows, rows))
-    exact, draws = plain_ssd(case, torch.float64), draws_of_state_space(case)
-    out = backend.ssd(*case)
-    assert_close_like_lowp(out[:2], exact[0][:2], *(low[:2] for low, _ in draws))
-    assert_close_like_lowp(case.states[own], exact[1][own], *(low[own] for _, low in draws))
-    assert out.isfinite().all()
-
-
-@DTYPES
-@STATES
-@pytest.mark.parametrize("chains", CHAINS, ids=str)
-def test_chains_are_steps_one_after_another(
-    seed: int, backend: Any, chains: tuple[int, ...], states: torch.dtype, dtype: torch.dtype
-) -> None:
-    """Bit by bit, with the state after each token."""
-    case = draw_state_space(None, 2, 2, 20, 37, dtype, chains)
-    case = case._replace(states=case.states.to(states))
-    other = case._replace(states=case.states.clone())
-    out, wanted = backend.ssd(*case), one_by_one(backend.ssd, other)
-    real, rows = slice(sum(chains)), case.spans.write[: sum(chains)]
-    assert torch.equal(out[real], wanted[real]) and out.isfinite().all()
-    assert torch.equal(case.states[rows], other.states[rows]) and case.states[rows].isfinite().all()
-    before = case.spans.read[:1]
-    assert torch.equal(case.states[before], other.states[before]), "the state before the chain stays"
-
-
-def test_outputs_are_written_whole(seed: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = draw_state_space(None, 1, 3, 20, 37, torch.float32)
-    poison_outputs(monkeypatch)
-    assert backend.ssd(*case).isfinite().all()
-
-
-@pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
-def test_the_number_of_threads_changes_no_bit(seed: int) -> None:
-    from shadowkv.ops.linear_attention import cpu
-
-    case, before, results = draw_state_space(None, 2, 2, 64, 48, torch.float32), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            states = case.states.clone()
-            results.append((cpu.ssd(*case._replace(states=states)), states))
-    finally:
-        torch.set_num_threads(before)
-    for out, states in results[1:]:
-        assert torch.equal(out, results[0][0])
-        assert torch.equal(states.nan_to_num(), results[0][1].nan_to_num())
 
 
 @pytest.mark.skipif("cpu" not in NAMES, reason="the C++ extension is not built, or not what runs here")
@@ -170,6 +70,39 @@ def test_the_fake_has_the_shape_of_the_op(seed: int, states: torch.dtype) -> Non
     torch.library.opcheck(torch.ops.shadowkv.ssd.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("lengths", LENGTHS[1:], ids=str)
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="test_cuda_linear_attention.py has the library itself")
+def test_fla_is_asked_for_the_formula(
+    seed: int, lengths: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a function that does as the library's documentation says, and takes nothing else. It gets no starts of
+    sequences, for which the library would make the host wait."""
+    pytest.importorskip("triton")
+    from shadowkv.ops.linear_attention import fla
+
+    def chunk_simple_gla(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, scale: float, initial_state: Tensor, output_final_state: bool
+    ) -> tuple[Tensor, Tensor]:
+        assert output_final_state and q.shape == k.shape
+        assert (q.dtype, k.dtype, v.dtype) == (dtype, dtype, dtype)
+        assert g.dtype == initial_state.dtype == torch.float32
+        ((one, tokens, heads),), row = {x.shape[:3] for x in (q, k, v, g)}, torch.zeros(1, dtype=torch.int64)
+        assert one == 1
+        # Its decay is exp(g), so dt is 1 in its products and g in its decays.
+        case = StateSpace(
+            *(v[0], torch.ones(tokens, heads), torch.ones(heads), k[0], scale * q[0], torch.zeros(heads)),
+            *(initial_state, Spans((tokens,), row, row)),
+        )
+        out, after = plain_ssd(case, torch.float32, decaying=g[0])
+        return out.to(v.dtype)[None], after
+
+    install(monkeypatch, chunk_simple_gla, "fla.ops.simple_gla")
+    case = draw_state_space(lengths, 2, 3, 16, 20, dtype)
+    for states in (case.states.clone(), case.states.bfloat16()):
+        SSD.check(fla, case._replace(states=states), dtype)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="PyTorch's chunks as elsewhere")
 def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     """6,000 tokens, of a head that forgets a few of them and one that keeps thousands. Transformers' function in
@@ -178,17 +111,7 @@ def test_long_prompts_lose_no_more_than_transformers(seed: int) -> None:
     chunk_scan = unwrap(modeling.mamba2_chunk_scan)
     case = draw_state_space((6_000,), 1, 2, 16, 16, torch.float32)
     case = case._replace(a=torch.tensor([-1.0, -1e-3], device=DEVICE))
-    written, draws = case.spans.write, draws_of_state_space(case)
-    exact, exact_states = plain_ssd(case, torch.float64)
     x, dt, b, c = (one.unsqueeze(0) for one in (case.x, case.dt, case.b, case.c))
     before, options = case.states[case.spans.read].mT, {"chunk_size": 128, "return_final_states": True}
     theirs, their_states = chunk_scan(x, dt, case.a, b, c, D=case.d, initial_states=before, **options)
-    for name in NAMES:
-        states = case.states.clone()
-        module = import_module(f"shadowkv.ops.linear_attention.{name}")
-        found = (module.ssd(*case._replace(states=states)), theirs[0], exact, *(low for low, _ in draws))
-        after = (states[written], their_states.mT, exact_states[written], *(low[written] for _, low in draws))
-        for mine, other, oracle, *low in (found, after):
-            assert_close_like_lowp(mine, oracle, *low)
-            mine_lost, other_lost = ((one.double() - oracle).abs().max() for one in (mine, other))
-            assert mine_lost <= 2 * other_lost, f"{name} is off by {mine_lost:.3g}, transformers by {other_lost:.3g}"
+    SSD.check_beside(case, theirs[0], their_states.mT)

@@ -95,7 +95,8 @@ def block_bytes(model: ModelConfig, context: int, dtype: torch.dtype) -> int:
 def _linear_bytes(model: ModelConfig, block: int, dtype: torch.dtype) -> int:
     """Returns the peak device bytes of a block in linear attention or in Mamba-2. They are the projections, the
     convolution's results, and numbers in float32: about three copies of queries, keys, values and results, or with
-    Mamba-2 about seven copies of x, two each of B and C, and three of the products of a chunk's tokens."""
+    Mamba-2 about seven copies of x, two each of B and C, and three of the products of a chunk's tokens. fla-core needs
+    less for Mamba-2."""
     linear = model.linear
     if linear is None:
         return 0

@@ -1,5 +1,6 @@
-"""The gated delta rule, with the kernels of fla-core (github.com/fla-org/flash-linear-attention) for prompts. Triton
-compiles and tunes them on this machine. Decode steps use our own Triton kernel."""
+"""The gated delta rule and Mamba-2's state space model, with the kernels of fla-core
+(github.com/fla-org/flash-linear-attention) for prompts. Triton compiles and tunes them on this machine. Decode steps
+use our own Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from shadowkv.installation import adding
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import gpu_missing
-from shadowkv.ops.linear_attention.triton import step
-from shadowkv.ops.recurrence import CHUNK, Spans
+from shadowkv.ops.linear_attention.triton import ssd_step, step
+from shadowkv.ops.recurrence import CHUNK, Spans, in_spans
 
 MIN_CAPABILITY = (8, 0)
 """Lowest compute capability whose tensor cores have bfloat16."""
@@ -55,3 +56,35 @@ def gated_delta_rule(
     )
     states[spans.write] = after.to(states.dtype)
     return out.squeeze(0)
+
+
+def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Same as the reference. The last dimension of ``x``, ``b`` and ``c`` is contiguous, and so is each row of
+    ``states``.
+
+    For prompts, this is the library's linear attention with a decay for each head (``simple_gla``): ``c`` are the
+    queries, ``b`` the keys, dt x the values. Four things are rounded to the dtype of ``x``: dt x, the states between
+    chunks, each chunk's contribution to the state, and the result before d x is added. The state accumulates
+    contributions in float32. Decode steps can be captured in a CUDA graph.
+    """
+    if spans.lengths is None:
+        return ssd_step(x, dt, a, b, c, d, states, spans)
+    # The kernel that computes states needs a key for each head.
+    queries, keys = (one.repeat_interleave(x.shape[1] // b.shape[1], dim=1) for one in (c, b))
+    # One span after another: with the starts of several, the library would make the host wait for a number of chunks.
+    out = in_spans(_simple_gla, states, spans, queries, keys, (dt.unsqueeze(-1) * x).to(x.dtype), dt * a)
+    return (out + d.unsqueeze(-1) * x).to(x.dtype)
+
+
+def _simple_gla(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the tokens [n, H, ...] of one sequence. Returns the results [n, H, dv], and the state [H, dk, dv] after
+    the last token."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    out, after = chunk_simple_gla(
+        *(x.unsqueeze(0) for x in (q, k, v, log_decay)),
+        scale=1.0,
+        initial_state=state.unsqueeze(0),
+        output_final_state=True,
+    )
+    return out.squeeze(0), after.squeeze(0)

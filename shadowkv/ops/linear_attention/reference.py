@@ -7,11 +7,13 @@ for a prompt (arXiv:2412.06464, section 3; arXiv:2405.21060, section 6).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shadowkv.ops.recurrence import CHUNK, Spans, in_order
+from shadowkv.ops.recurrence import CHUNK, Spans, in_order, in_spans
 
 
 def causal_convolution(x: Tensor, weight: Tensor, states: Tensor, spans: Spans, bias: Tensor | None = None) -> Tensor:
@@ -84,20 +86,8 @@ def gated_delta_rule(
 def in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor, spans: Spans) -> Tensor:
     """Computes prompts, one span after another, and returns [T, H, dv]. Arguments as for ``gated_delta_rule``;
     ``spans.lengths`` is not None."""
-    assert spans.lengths is not None
     q, k = _for_heads(q, k, v)
-    values = v.float()
-    outs, start = [], 0
-    for number, length in enumerate(spans.lengths):
-        rows = slice(start, start + length)
-        row = spans.read[number : number + 1]
-        out, after = _span_in_chunks(
-            q[rows], k[rows], values[rows], log_decay[rows], beta[rows], states[row].squeeze(0).float()
-        )
-        states[spans.write[number : number + 1]] = after.to(states.dtype).unsqueeze(0)
-        outs.append(out)
-        start += length
-    return torch.cat(outs).to(v.dtype)
+    return in_spans(_span_in_chunks, states, spans, q, k, v.float(), log_decay, beta).to(v.dtype)
 
 
 def _for_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,18 +185,12 @@ def ssd_in_chunks(
 ) -> Tensor:
     """Computes prompts, one span after another, and returns [T, H, P]. Arguments as for ``ssd``; ``spans.lengths`` is
     not None."""
-    assert spans.lengths is not None
-    outs = []
-    tokens = (one.split(spans.lengths) for one in (x.float(), dt, b.float(), c.float()))
-    for number, (own, steps, inputs, outputs) in enumerate(zip(*tokens, strict=True)):
-        row = spans.read[number : number + 1]
-        out, after = _ssd_of_span(own, steps, a, inputs, outputs, states[row].squeeze(0).float())
-        states[spans.write[number : number + 1]] = after.to(states.dtype).unsqueeze(0)
-        outs.append(out + d.unsqueeze(-1) * own)
-    return torch.cat(outs).to(x.dtype)
+    wide = x.float()
+    out = in_spans(partial(_ssd_of_span, a), states, spans, wide, dt, b.float(), c.float())
+    return (out + d.unsqueeze(-1) * wide).to(x.dtype)
 
 
-def _ssd_of_span(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _ssd_of_span(a: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the tokens [n, H, ...] of one sequence in chunks. Returns the results [n, H, P], without d x, and the
     state [H, N, P] after the last token.
 
@@ -218,9 +202,8 @@ def _ssd_of_span(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: 
         F.pad(one, (0, 0) * (one.dim() - 1) + (0, padding)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
         for one in (x.unflatten(1, (groups, heads)), dt.unflatten(1, (groups, heads)), b, c)
     )  # [n / C, G, C, ...]
-    decay = (dt * a.view(groups, 1, heads)).cumsum(
-        2
-    )  # log of the factor by which the state before the chunk has decayed
+    # The log of the factor by which the state before the chunk has decayed.
+    decay = (dt * a.view(groups, 1, heads)).cumsum(2)
     between = (decay.mT.unsqueeze(-1) - decay.mT.unsqueeze(-2)).tril()  # from the column's token to the row's
     inputs = dt.unsqueeze(-1) * x
     within = ((c @ b.mT).unsqueeze(2) * between.exp().tril()) @ inputs.transpose(2, 3)  # [n / C, G, H / G, C, P]

@@ -185,6 +185,11 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state
     """
     if spans.lengths is not None:
         return ssd_in_chunks(x, dt, a, b, c, d, states, spans)
+    return ssd_step(x, dt, a, b, c, d, states, spans)
+
+
+def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, states: Tensor, spans: Spans) -> Tensor:
+    """Computes a decode step, in which every span is one token, and returns [T, H, P]. Arguments as for ``ssd``."""
     (tokens, heads, size), (_, groups, state_size) = x.shape, b.shape
     out = x.new_empty(x.shape)
     if not tokens:

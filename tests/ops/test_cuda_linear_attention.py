@@ -1,4 +1,4 @@
-"""Gated DeltaNet's ops on a GPU: Triton's kernels and fla-core's against the formulas in float64, in graphs too."""
+"""Ops of linear attention on a GPU: Triton's kernels and fla-core's against the formulas in float64, in graphs too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from precision import assert_close_like_lowp
 from recurrent_case import (
+    RULE,
+    SSD,
+    Op,
     draw_convolution,
     draw_rule,
     draw_states,
-    draws_of_rule,
     plain_convolution,
-    plain_rule,
 )
 
 from shadowkv.ops.recurrence import Spans
@@ -35,6 +36,7 @@ FLA = (
     pytest.mark.timeout(180),  # Triton compiles and tunes its kernels for more than a minute
 )
 backends = pytest.mark.parametrize("name", ["triton", pytest.param("fla", marks=FLA)])
+ops = pytest.mark.parametrize("op", [RULE, SSD], ids=lambda op: op.name)
 
 
 @contextmanager
@@ -52,43 +54,35 @@ def draw_lengths() -> tuple[int, ...]:
 
 
 @backends
-@pytest.mark.parametrize("shape", [(16, 1, 128, 128), (4, 3, 128, 128), (2, 2, 64, 128)], ids=str)
-def test_prompts_in_bfloat16(seed: int, name: str, shape: tuple[int, ...]) -> None:
-    """Within what rounding unit vectors, states between chunks and what is added to them to bfloat16 may do: queries,
-    keys and values that are changed by as much are what the formula is computed of for the bound. Once kernels are
-    compiled and tuned, the host does not wait."""
-    op: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
+@ops
+@pytest.mark.parametrize("shape", [(16, 1, 128, 128), (4, 3, 128, 128), (2, 2, 64, 128), (8, 8, 128, 64)], ids=str)
+def test_prompts_in_bfloat16(seed: int, name: str, op: Op, shape: tuple[int, ...]) -> None:
+    """Within what rounding arguments, states between chunks and what is added to them to bfloat16 may do: arguments
+    that are changed by as much are what the formula is computed of for the bound. Once kernels are compiled and tuned,
+    the host does not wait."""
+    backend: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
     for _ in range(ROUNDS):
         lengths = draw_lengths()
-        case = draw_rule(lengths, *shape, torch.bfloat16)
-        exact, written = plain_rule(case, torch.float64), case.spans.write
-        draws = draws_of_rule(case, torch.finfo(torch.bfloat16).eps)
-        out = op.gated_delta_rule(*case)
-        assert_close_like_lowp(out, exact[0], *(low.bfloat16() for low, _ in draws))
-        assert_close_like_lowp(case.states[written], exact[1][written], *(low[written].bfloat16() for _, low in draws))
-    case = draw_rule(lengths, *shape, torch.bfloat16)
+        op.check(backend, op.draw(lengths, *shape, torch.bfloat16), torch.bfloat16)
+    case = op.draw(lengths, *shape, torch.bfloat16)
     with waiting_is_an_error():
-        op.gated_delta_rule(*case)
+        getattr(backend, op.name)(*case)
 
 
 @backends
+@ops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(16, 1, 128, 128), (16, 3, 128, 128), (1, 2, 256, 256), (2, 1, 8, 24)], ids=str)
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_steps(seed: int, name: str, shape: tuple[int, ...], dtype: torch.dtype, batch: int) -> None:
+def test_steps(seed: int, name: str, op: Op, shape: tuple[int, ...], dtype: torch.dtype, batch: int) -> None:
     """Several, each of the states that the one before wrote."""
-    op: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
+    backend: Any = import_module(f"shadowkv.ops.linear_attention.{name}")
     rows = torch.randperm(2 * batch + 3).cuda()
     spans = Spans(None, rows[:batch], rows[batch : 2 * batch])
-    key_heads, group, key_dim, dim = shape
-    states = draw_states(spans, len(rows), key_heads * group, key_dim, dim)
+    groups, heads, state_rows, columns = shape
+    states = draw_states(spans, len(rows), groups * heads, state_rows, columns)
     for step in range(ROUNDS):
-        case = draw_rule((1,) * batch, *shape, dtype)._replace(states=states, spans=spans)
-        exact, draws = plain_rule(case, torch.float64), draws_of_rule(case)
-        out = op.gated_delta_rule(*case)
-        written = spans.write
-        assert_close_like_lowp(out, exact[0], *(low.to(dtype) for low, _ in draws))
-        assert_close_like_lowp(states[written], exact[1][written], *(low[written] for _, low in draws))
+        op.check(backend, op.draw((1,) * batch, *shape, dtype)._replace(states=states, spans=spans))
         spans = Spans(None, spans.write, spans.write if step == 1 else spans.read)
 
 
