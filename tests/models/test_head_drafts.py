@@ -15,9 +15,11 @@ from families import build
 from folding_ops import fold
 
 from shadowkv import LLM, SamplingParams
+from shadowkv.engine import warmup
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.scheduling.head_drafts import HeadDrafts
@@ -211,7 +213,7 @@ def test_a_draft_step_that_fails_leaves_nothing(model: tuple[Path, Theirs], monk
 
     def said(fails: int) -> tuple[list[int], tuple[int, int]]:
         engine = engine_of(model[0])
-        head = engine._head
+        head = engine.head
         assert head is not None
         engine.add_request("a", prompt(1, 30), GREEDY)
         got = [token for _ in range(6) for token in tokens(engine.step())]
@@ -264,7 +266,7 @@ def test_a_newcomer_beyond_the_limit_drafts_too(model: tuple[Path, Theirs], monk
         for name in ("a", "aa"):
             add(name, "first")
         if drafts is not None:
-            head = engine._head
+            head = engine.head
             assert head is not None
             read = head.read
             monkeypatch.setattr(head, "read", lambda *given: rows.append(len(given[2])) or read(*given))
@@ -328,23 +330,67 @@ class Graph:
         self.result = self.function(torch.from_numpy(numbers))
 
 
+def give_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, eager_steps: int) -> tuple[CudaGraphs, CudaGraphs]:
+    """Gives an engine graphs on a CPU. Returns those of the model and of its head."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_Captured", Graph)
+    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", eager_steps)
+    runner, head, sizes = engine.runner, engine.head, (engine.config.max_rows, engine.model_config.vocab_size)
+    assert head is not None
+    runner.graphs = CudaGraphs(runner.cache, runner.step, *sizes)
+    head.graphs = CudaGraphs(head.cache, head.step, *sizes, logits=runner.graphs.logits)
+    engine.decode_steps.run_ahead = True
+    return runner.graphs, head.graphs
+
+
 def test_answers_with_graphs_are_those_without_drafts(
     model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded rows, and steps that are launched ahead."""
     wanted = answers(engine_of(model[0], None, device="cpu"))
     engine = engine_of(model[0], device="cpu")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
-    monkeypatch.setattr(cuda_graphs, "_Captured", Graph)
-    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 0)
-    runner, head, sizes = engine.runner, engine._head, (engine.config.max_rows, engine.model_config.vocab_size)
-    assert head is not None
-    runner.graphs = cuda_graphs.CudaGraphs(runner.cache, runner.step, *sizes)
-    head.graphs = cuda_graphs.CudaGraphs(head.cache, head.step, *sizes, logits=runner.graphs.logits)
-    engine.decode_steps.run_ahead = True
+    _, of_head = give_graphs(engine, monkeypatch, 0)
     assert answers(engine) == wanted
-    assert counts(engine)[0] > 500 and len(head.graphs.graphs) > 3
+    assert counts(engine)[0] > 500 and len(of_head.graphs) > 3
+
+
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_drafts_have_graphs_from_the_start(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of the head, and those of the model that verify drafts, also in sequences of many pages."""
+    for module in (planning, warmup):
+        monkeypatch.setattr(module, "MIN_EXACT_PAGES", 2)
+    monkeypatch.setattr("shadowkv.models.configs.model_config.DRAFT_WINDOW", 100)
+    monkeypatch.setattr(warmup, "unreserved_bytes", lambda device: 2**33)
+    path, _ = request.getfixturevalue(kind)
+    texts = {str(number): (prompt(number, length), GREEDY) for number, length in enumerate((20, 60, 200, 400))}
+    engine, wanted = engine_of(path, device="cpu", max_num_seqs=4), engine_of(path, None, max_num_seqs=4)
+    graphs, of_head = give_graphs(engine, monkeypatch, 8)
+    fold(engine.cache.ops, monkeypatch)
+    warmup.GraphGrid(engine).capture(60.0)
+    keys, captures = set(of_head.graphs), of_head.captures
+    seen, plan_decode = list[tuple[int, int, bool, bool]](), engine.cache.plan_decode
+
+    def spy(sequences: Any, counts: Any, *others: Any) -> Any:
+        plan = plan_decode(sequences, counts, *others)
+        if counts and len(set(counts)) == 1:
+            of_rows = any(group.starts is not None for group in plan.groups)
+            seen.append((len(sequences), counts[0], of_rows, graphs.has(plan)))
+        return plan
+
+    monkeypatch.setattr(engine.cache, "plan_decode", spy)
+    said = []
+    for one in (engine, wanted):
+        for name, (text, params) in texts.items():
+            one.add_request(name, text, params)
+        said.append({name: tokens(outputs) for name, outputs in drain(one).items()})
+    assert said[0] == said[1] and counts(engine)[0] > 60
+    whole = [(count, of_rows, has) for count, rows, of_rows, has in seen if rows == 4]
+    assert all(has for *_, has in whole) and {True, False} >= {of_rows for _, of_rows, _ in whole} >= {True}
+    assert 4 in {count for count, *_ in whole}
+    assert of_head.captures == captures and not of_head.eager and {key[3] for key in keys} == {2, 4}
 
 
 def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +473,7 @@ def test_the_cache_of_the_head_is_counted(model: tuple[Path, Theirs]) -> None:
     page, window = 2 * 16 * 64 * 4, 512 // 64  # keys and values of one kv head, and pages of the longest sequence
     assert many - few >= 8 * window * page
     engine = engine_of(model[0], max_num_seqs=9)
-    head = engine._head
+    head = engine.head
     assert head is not None and sum(use.total_bytes for use in head.cache.use().values()) >= 9 * window * page
     (line,) = (note for note in engine.notes if note.startswith("drafts"))
     assert line.startswith("drafts  mtp, up to 3 tokens of a sequence in a step, by a layer of the files: ")
