@@ -433,6 +433,7 @@ class Engine:
     def _end_prefill(self, prefill: PrefillInFlight, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
+        self.decode_steps.prompted(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
         rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]

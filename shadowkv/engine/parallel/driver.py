@@ -123,6 +123,6 @@ class DriverHead(HeadRunner):
         super().__init__(*args)
         self.ranks = ranks
 
-    keep, read, draft, prepare = (
-        _together(HeadRunner, HEAD, method) for method in ("keep", "read", "draft", "prepare")
+    begin, keep, read, draft, prepare = (
+        _together(HeadRunner, HEAD, method) for method in ("begin", "keep", "read", "draft", "prepare")
     )
