@@ -136,6 +136,7 @@ class Engine:
 
     Attributes:
         runner: computes prefills and decode steps.
+        head: runs the draft head; None if it does not draft.
         scheduler: decides which requests run.
         pace: measured prefill speed of this device.
         prefill_queue, decode_steps: the work in progress.
@@ -176,9 +177,9 @@ class Engine:
             if self._ranks is None:
                 loaded, self.cache, self.notes = load_engine_parts(config, loaded, backends=backends)
                 self.runner = Runner(loaded.model, self.cache, graphs_up_to(config, self.cache))
-                self._head = open_head(config, loaded, self.runner, backends=backends)
+                self.head = open_head(config, loaded, self.runner, backends=backends)
             else:
-                loaded, self.cache, self.runner, self._head, self.notes = load_driver(config, self._ranks)
+                loaded, self.cache, self.runner, self.head, self.notes = load_driver(config, self._ranks)
             make = open_mover if self._ranks is None else partial(open_rank_mover, self._ranks)
             prefix_cache, origin = open_prefix_cache(config, loaded, self.cache, make)
         self.tokenizer, self.model_name = loaded.tokenizer, loaded.name
@@ -197,7 +198,7 @@ class Engine:
             self.pace,
         )
         run_ahead = self.runner.graphs is not None
-        speculation = open_speculation(config, self.runner, self._head, self.scheduler)
+        speculation = open_speculation(config, self.runner, self.head, self.scheduler)
         meter = QualityMeter(self.runner, config.quality_meter) if config.quality_meter else None
         self.decode_steps = DecodeSteps(self.runner, self.scheduler, run_ahead, self.pace, speculation, meter)
         self.prefill_queue = PrefillQueue(self.runner, self.scheduler, self.pace)
@@ -362,7 +363,7 @@ class Engine:
         with current(self.device):
             self.scheduler.prefix_cache.close()
         if self._ranks is not None:
-            for runner in (self.runner, self._head):
+            for runner in (self.runner, self.head):
                 if runner is not None:
                     runner.drop_graphs()
             self._ranks.close()
@@ -432,6 +433,7 @@ class Engine:
     def _end_prefill(self, prefill: PrefillInFlight, logits: Tensor, hidden: list[Tensor]) -> list[TokenOutput]:
         done = prefill.rows
         self.scheduler.computed(done)
+        self.decode_steps.prompted(done)
         new = sum(len(running.request.prompt_token_ids) - running.request.cached_tokens for running in done)
         self.scheduler.prefix_cache.speeds.computed(new, time.monotonic() - (done[0].request.times.scheduled or 0.0))
         rows = [row for row, running in enumerate(done) if running.request.request_id not in self._aborted]

@@ -2,7 +2,7 @@
 
 A few requests go through the engine's own steps. Some requests have a later turn. These run to completion, and their
 cached sequences are evicted at the end of the warm-up. The others are aborted. Then CUDA graphs of decode steps are
-captured for all batch sizes (``GraphGrid``). ``LLM`` and ``process/core.py`` call ``warm_up``.
+captured for all batch sizes (``GraphGrid``), also those of drafts. ``LLM`` and ``process/core.py`` call ``warm_up``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -19,12 +20,14 @@ from tqdm import tqdm
 from shadowkv.engine.engine import Engine, interrupts_deferred
 from shadowkv.engine.execution.cuda_graphs import MAX_GRAPHS
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
+from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.startup.loading import current
 from shadowkv.engine.startup.sizing import GRAPH_BYTES, MIB
 from shadowkv.kvcache.decode.decode_batch import DecodePlan
 from shadowkv.kvcache.decode.planning import MIN_EXACT_PAGES, round_up
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.free_memory import unreserved_bytes
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.layers.group import RankFailure
@@ -100,21 +103,34 @@ def use_everything_once(engine: Engine, stopped: Callable[[], bool] = lambda: Fa
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
 
+class _Shape(NamedTuple):
+    """A pass that has a graph of its own. The runner captures it; the other attributes are the arguments of
+    ``Runner.prepare``."""
+
+    runner: Runner
+    plan: DecodePlan
+    batch: int | None = None
+    rows: int = 0
+    compressing: bool = False
+
+
 class GraphGrid:
     """Captures CUDA graphs of an engine's decode steps before they are needed.
 
     It goes through the page counts of sequences, fewest first. For each page count it captures all batch sizes, with
     and without prompts, until ``GRID_BYTES`` are used. Of the mixed passes that read or write compressed pages of their
-    prompts' sequences, it captures only one. The log says how far it came. A grid must be made while the engine has no
-    sequences. Without CUDA graphs it does nothing.
+    prompts' sequences, it captures only one. If all sequences of a step draft together (``sparse`` and ``mtp``), it
+    also captures the draft steps, and the steps that verify the longest drafts of all sequences. The log says how far
+    it came. A grid must be made while the engine has no sequences. Without CUDA graphs it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
-        config = engine.config
-        counts = range(1, config.max_num_seqs + config.drafted_rows + 1)
-        # The batch sizes are rounded as those of steps.
-        self._batches = sorted({min(round_up(count), config.max_rows) for count in counts}, reverse=True)
-        self.engine, self._left, self._longest = engine, self._captures(list(_plans(engine))), 0
+        self.engine, config = engine, engine.config
+        self._together = config.speculation is not None and config.speculation.by_the_model
+        # Steps that verify drafts of all sequences have plans of their own.
+        self._batches = self._up_to(config.max_num_seqs + (0 if self._together else config.drafted_rows))
+        of_head = [] if engine.head is None else [plan for _, plan in _plans(engine.head.cache)]
+        self._left, self._longest = self._captures(list(_plans(engine.cache)), of_head), 0
         self._count, self._seconds, self._bytes = 0, 0.0, 0
 
     def capture(self, seconds: float = 0.0, stopped: Callable[[], bool] = lambda: False) -> bool:
@@ -131,28 +147,57 @@ class GraphGrid:
             self._log(more)
         return more
 
-    def _captures(self, plans: list[tuple[int, DecodePlan]]) -> Iterator[int]:
-        """Captures graph after graph; yields the number of captured graphs after each."""
-        graphs, runner, device = self.engine.runner.graphs, self.engine.runner, self.engine.device
-        if graphs is None:
+    def _up_to(self, rows: int) -> list[int]:
+        """Returns the numbers of rows of steps with up to ``rows`` rows, rounded as those of steps, the largest
+        first."""
+        return sorted({min(round_up(count), self.engine.config.max_rows) for count in range(1, rows + 1)}, reverse=True)
+
+    def _captures(self, plans: list[tuple[int, DecodePlan]], of_head: list[DecodePlan]) -> Iterator[int]:
+        """Captures graph after graph; yields the number of captured graphs after each. ``plans`` are those of
+        ``_plans``, and ``of_head`` those of the draft head."""
+        device = self.engine.device
+        for runner, plan, batch, rows, compressing in self._shapes(plans, of_head):
+            graphs = runner.graphs
+            if graphs is None or graphs.has(plan, batch, rows, compressing):
+                continue
+            free = unreserved_bytes(device)
+            if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
+                return
+            runner.prepare(plan, batch, rows, compressing)
+            self._count, self._bytes = self._count + 1, self._bytes + free - unreserved_bytes(device)
+            yield self._count
+
+    def _shapes(self, plans: list[tuple[int, DecodePlan]], of_head: list[DecodePlan]) -> Iterator[_Shape]:
+        """Yields all shapes in the order of their capture. Arguments are as in ``_captures``."""
+        runner, head = self.engine.runner, self.engine.head
+        if runner.graphs is None:
             return
         # The largest pass goes first: all graphs share its memory.
-        mixed = [(rows, batch, False) for rows, batch in reversed(graphs.mixed_shapes())]
-        shapes = [*mixed[:1], *((0, batch, False) for batch in self._batches), *mixed[1:]]
+        mixed = [(batch, rows, False) for rows, batch in reversed(runner.graphs.mixed_shapes())]
+        shapes = [*mixed[:1], *((batch, 0, False) for batch in self._batches), *mixed[1:]]
         # One mixed pass with compressed sequences is enough: its capture compiles the kernels for all such passes.
         able = self.engine.cache.captures_compressing
-        compressing = [(rows, batch, True) for rows, batch, _ in mixed[-1:] if able]
+        compressing = [(batch, rows, True) for batch, rows, _ in mixed[-1:] if able]
         for number, (tokens, plan) in enumerate(plans):
-            for rows, batch, compresses in shapes if number else (*shapes, *compressing):
-                if graphs.has(plan, batch, rows, compresses):
-                    continue
-                free = unreserved_bytes(device)
-                if len(graphs.graphs) >= MAX_GRAPHS // 2 or self._bytes > GRID_BYTES:
-                    return
-                runner.prepare(plan, batch, rows, compresses)
-                self._count, self._bytes = self._count + 1, self._bytes + free - unreserved_bytes(device)
-                yield self._count
+            yield from (_Shape(runner, plan, *shape) for shape in (shapes if number else (*shapes, *compressing)))
+            if self._together:
+                yield from self._of_drafts(plan)
+            if head is not None and not number:
+                batches = self._up_to(self.engine.config.max_num_seqs * (self.engine.config.drafted_tokens + 1))
+                yield from (_Shape(head, own, batch) for own in of_head for batch in batches)
             self._longest = tokens
+
+    def _of_drafts(self, plan: DecodePlan) -> Iterator[_Shape]:
+        """Yields the model's draft steps, and the steps that verify drafts. Their sequences are as long as that of
+        ``plan``."""
+        config, cache, runner = self.engine.config, self.engine.cache, self.engine.runner
+        if cache.spec.drafts:
+            if not any(group.compressed_pages for group in plan.groups):
+                return  # such sequences have no drafts
+            drafting = _of_rows(cache, plan, 1, 1, drafting=True)
+            yield from (_Shape(runner, drafting, batch) for batch in self._batches)
+        for count in range(config.max_num_seqs, 0, -1):
+            yield _Shape(runner, _of_rows(cache, plan, count, config.drafted_tokens + 1))
 
     def _log(self, more: bool) -> None:
         if self.engine.runner.graphs is None:
@@ -170,11 +215,10 @@ class GraphGrid:
         )
 
 
-def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
+def _plans(cache: KVCache) -> Iterator[tuple[int, DecodePlan]]:
     """Yields pairs: a sequence length that has graphs of its own, and the plan of a step of one such sequence. Lengths
     are in ascending order. Stops at a length that does not fit into the cache."""
-    cache = engine.cache
-    for tokens in _lengths(engine):
+    for tokens in _lengths(cache.max_model_len):
         if not cache.demand(tokens, tokens + 1).within(cache.free):
             return
         sequence = cache.allocate(tokens, tokens + 1)
@@ -187,10 +231,17 @@ def _plans(engine: Engine) -> Iterator[tuple[int, DecodePlan]]:
         yield tokens, plan
 
 
-def _lengths(engine: Engine) -> list[int]:
+def _of_rows(cache: KVCache, plan: DecodePlan, sequences: int, rows: int, drafting: bool = False) -> DecodePlan:
+    """Returns ``plan`` of ``_plans`` with the shapes of a step of more sequences and rows, as
+    ``DecodePlanner.forecast_drafts`` does for a group of layers."""
+    of_groups = zip(cache.groups, plan.groups, strict=True)
+    return DecodePlan(tuple(group.planner.forecast_drafts(own, sequences, rows, drafting) for group, own in of_groups))
+
+
+def _lengths(max_model_len: int) -> list[int]:
     """Returns the sequence lengths that have graphs of their own, in ascending order."""
-    pages = {round_up(count) for count in range(MIN_EXACT_PAGES, engine.max_model_len // PAGE + 1)}
-    longest = engine.max_model_len - 1
+    pages = {round_up(count) for count in range(MIN_EXACT_PAGES, max_model_len // PAGE + 1)}
+    longest = max_model_len - 1
     return sorted({min(PAGE * count - 1, longest) for count in pages or {MIN_EXACT_PAGES}})
 
 

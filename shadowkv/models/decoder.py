@@ -47,7 +47,13 @@ class Decoder(nn.Module):
         draft_head: the layer that drafts tokens; None if ``config`` has none.
         states: None, or [R, D] for the final hidden states of up to R rows. ``scores`` copies them to this tensor, and
             a draft head reads them there. It is always the same tensor, because CUDA graphs need fixed addresses.
+        prompt_tail: number of the last new tokens of each prompt whose final hidden states a prefill computes: 1, or
+            more for a draft head.
+        prompt_states: the final hidden states [n, D] that the last prefill has computed for the draft head, prompt by
+            prompt; None if the head has read them, or if there is no head.
     """
+
+    prompt_states: Tensor | None
 
     embedding: nn.Parameter | QuantizedMatrix
     head: nn.Parameter | QuantizedMatrix | None
@@ -78,6 +84,7 @@ class Decoder(nn.Module):
             self.norm = StreamMixer(spec, injects=False)
         self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
         self.states: Tensor | None = None
+        self.prompt_tail, self.prompt_states = 1, None
         self.draft_head = None
         if config.draft_head:
             own, of_head = config.of_draft_head, _within("draft_head.", row_blocks)
@@ -163,7 +170,14 @@ class Decoder(nn.Module):
 
     def scores(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
         """Returns ``logits`` in the dtype of activations."""
-        normed = self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
+        return self.kept_scores(self.normed(hidden, added))
+
+    def normed(self, hidden: Tensor, added: Tensor | None = None) -> Tensor:
+        """Returns normalised final hidden states [n, D]. Arguments are as in ``logits``."""
+        return self.norm(hidden) if added is None else self.norm.after_add(hidden, added)[1]
+
+    def kept_scores(self, normed: Tensor) -> Tensor:
+        """Returns ``scores_of(normed)``. Writes ``normed`` [n, D] into ``states`` if there are any."""
         if self.states is not None:
             self.states[: len(normed)] = normed[: len(self.states)]
         return self.scores_of(normed)

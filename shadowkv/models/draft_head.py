@@ -62,9 +62,10 @@ class DraftHead(nn.Module):
         size = rows, self.config.hidden_size
         self.inputs, self.states = (torch.zeros(size, dtype=self._dtype, device=self.device) for _ in range(2))
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Returns the residual stream [n, D] of token ids, int64 [n], and of the first n ``inputs``."""
-        hidden = self.hidden_norm(self.inputs[: len(token_ids)])
+    def embed(self, token_ids: Tensor, states: Tensor | None = None) -> Tensor:
+        """Returns the residual stream [n, D] of token ids, int64 [n], and of hidden ``states`` [n, D]. None stands for
+        the first n ``inputs``."""
+        hidden = self.hidden_norm(self.inputs[: len(token_ids)] if states is None else states)
         joined: Tensor = self.projection(torch.cat((self.embedding_norm(self._embed(token_ids)), hidden), -1))
         return joined
 

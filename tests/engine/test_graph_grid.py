@@ -17,6 +17,7 @@ from shadowkv import SamplingParams
 from shadowkv.engine import warmup
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
+from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.warmup import GRID_SECONDS, GraphGrid
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
@@ -92,6 +93,33 @@ def test_steps_of_all_numbers_of_rows_have_graphs_from_the_start(graphed: Any, m
         counts = [1] * min(rows, most)
         counts[0] += rows - len(counts)
         assert engine.runner.graphs.has(engine.cache.plan_decode(sequences[: len(counts)], counts))
+
+
+@pytest.mark.parametrize("kv", ["full-speculative:budget=32", "fp8:index=sketch,chunk=1,drafts=true,budget=32"])
+def test_draft_steps_and_the_steps_that_verify_them_have_graphs_from_the_start(
+    graphed: Any, make: Any, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    """Of all numbers of sequences. Only drafts that end early have shapes of their own."""
+    monkeypatch.setattr(warmup, "MIN_EXACT_PAGES", 8)
+    monkeypatch.setattr(Account, "length", lambda self, drafts, *others: max(most for _, most in drafts))
+    options = {"kv": kv, "max_num_seqs": 3, "speculative_config": {"method": "sparse", "num_speculative_tokens": 4}}
+    engine, seen = graphed(**options), list[tuple[int, int | None, bool, bool]]()
+    capture_grid(engine)
+    plan_decode = engine.cache.plan_decode
+
+    def spy(sequences: Any, counts: Any, drafting: bool, *others: Any) -> Any:
+        plan = plan_decode(sequences, counts, drafting, *others)
+        rows = 1 if counts is None else counts[0] if len(set(counts)) == 1 else None
+        seen.append((len(sequences), rows, drafting, engine.runner.graphs.has(plan)))
+        return plan
+
+    monkeypatch.setattr(engine.cache, "plan_decode", spy)
+    lengths = [500, 400, 300]
+    assert answer(engine, lengths) == answer(make(**options), lengths)
+    for count in (1, 2, 3):
+        for rows, drafting in ((1, True), (5, False)):
+            found = [has for *kind, has in seen if kind == [count, rows, drafting]]
+            assert found and all(found), f"{count} sequences of {rows} rows"
 
 
 def test_a_shape_that_was_not_foreseen_runs_eagerly_before_it_is_captured(graphed: Any, make: Any) -> None:

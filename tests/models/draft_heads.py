@@ -23,6 +23,8 @@ class Theirs(NamedTuple):
     """Added to the weights of norms."""
     feeds_normed: bool
     """Whether the layer goes on from normalised states."""
+    window: int = 1 << 20
+    """Number of newest tokens that the layer attends to."""
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
@@ -37,7 +39,8 @@ class Theirs(NamedTuple):
         x = torch.cat((embedded, self._norm(hidden, "hidden_norm")), -1) @ self.weights["projection"].T
         places = torch.arange(rows)[None]
         of_grids = places.expand(3, 1, rows) if hasattr(text.rotary_emb, "mrope_section") else places
-        mask = torch.full((rows, rows), torch.finfo(x.dtype).min).triu(1)[None, None]
+        unseen = torch.ones(rows, rows).triu(1) + torch.ones(rows, rows).tril(-self.window)
+        mask = torch.finfo(x.dtype).min * unseen[None, None]
         rotary = text.rotary_emb(x[None], of_grids)
         x = self.layer(x[None], attention_mask=mask, position_ids=places, position_embeddings=rotary)
         x = (x[0] if isinstance(x, tuple) else x)[0]

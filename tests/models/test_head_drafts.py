@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ from families import build
 from folding_ops import fold
 
 from shadowkv import LLM, SamplingParams
+from shadowkv.engine import warmup
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.execution import cuda_graphs
+from shadowkv.engine.execution import cuda_graphs, forward
+from shadowkv.engine.execution.cuda_graphs import CudaGraphs
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.scheduling.head_drafts import HeadDrafts
@@ -101,41 +103,148 @@ def counts(engine: Engine) -> tuple[int, int]:
     return drafting.stats.num_draft_tokens, drafting.stats.num_accepted_tokens
 
 
-@pytest.mark.parametrize("kind", ["model", "unlike", "hybrid"])
-def test_drafts_are_those_of_a_plain_loop(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which computes everything anew for each draft, from the answer's first token on."""
-    path, theirs = request.getfixturevalue(kind)
-    engine = engine_of(path)
-    texts = {"a": prompt(1, 70), "b": prompt(2, 9)}
-    seen = list[tuple[str, list[int], list[int]]]()
-    drafting = engine.decode_steps.speculation
+class Seen(NamedTuple):
+    """A draft, and what was known of its request."""
+
+    prompt: list[int]
+    cached: int
+    answer: list[int]
+    draft: list[int]
+
+    def is_theirs(self, theirs: Theirs) -> bool:
+        """Whether the draft is that of a plain loop, which computes everything anew for each draft. The loop begins at
+        the first new token of the prompt, or, in a longer prompt, at the first one of the window."""
+        known, first = [*self.prompt, *self.answer], max(self.cached, len(self.prompt) - theirs.window)
+        return self.draft == theirs.draft(known[first:], theirs.hidden(known)[first:-1], len(self.draft))
+
+
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """Returns a list to which all drafts will be added."""
+    drafting, seen = engine.decode_steps.speculation, list[Seen]()
     assert isinstance(drafting, HeadDrafts)
     given = drafting.drafts
 
     def spy(requests: Any, *others: Any) -> list[list[int]]:
         drafts = given(requests, *others)
         for one, draft in zip(requests, drafts, strict=False):
-            seen.append((one.request_id, list(one.output_token_ids), draft))
+            seen.append(Seen(one.prompt_token_ids, one.cached_tokens, list(one.output_token_ids), draft))
         return drafts
 
     monkeypatch.setattr(drafting, "drafts", spy)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["model", "unlike", "hybrid"])
+def test_drafts_are_those_of_a_plain_loop(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind packed prompts, from their first tokens on."""
+    path, theirs = request.getfixturevalue(kind)
+    engine = engine_of(path)
+    texts, seen = {"a": prompt(1, 70), "b": prompt(2, 9)}, watch(engine, monkeypatch)
     for name, text in texts.items():
         engine.add_request(name, text, replace(GREEDY, max_tokens=60))
-    said = {name: tokens(outputs) for name, outputs in drain(engine).items()}
-    assert len(seen) > 40 and all(len(draft) == 3 for _, known, draft in seen if len(known) < 56)
+    said = {tuple(texts[name]): tokens(outputs) for name, outputs in drain(engine).items()}
+    assert len(seen) > 40 and all(len(one.draft) == 3 for one in seen if len(one.answer) < 56)
+    assert min(len(one.answer) for one in seen) == 1, "the first token is drafted behind, too"
     right, wrong, accepted = 0, 0, list[int]()
-    for name, known, draft in seen:
-        hidden = theirs.hidden([*texts[name], *known])[len(texts[name]) : -1]
-        assert draft == theirs.draft(known, hidden, len(draft)), f"behind {len(known)} tokens"
-        following = said[name][len(known) : len(known) + len(draft)]
-        agree = next((at for at, pair in enumerate(zip(draft, following)) if pair[0] != pair[1]), len(following))
-        right, wrong = right + agree, wrong + len(draft) - agree
+    for one in seen:
+        assert one.is_theirs(theirs), f"behind {len(one.answer)} tokens"
+        following = said[tuple(one.prompt)][len(one.answer) : len(one.answer) + len(one.draft)]
+        agree = next((at for at, pair in enumerate(zip(one.draft, following)) if pair[0] != pair[1]), len(following))
+        right, wrong = right + agree, wrong + len(one.draft) - agree
         accepted.append(agree)
     assert counts(engine) == (right + wrong, right)
     if kind == "model":
         assert {0, 1, 2, 3} == set(accepted)
+
+
+@pytest.mark.parametrize("kind", ["unlike", "hybrid"])
+@pytest.mark.parametrize("window", [2048, 100, 40])
+def test_prompts_are_read_however_they_are_computed(
+    kind: str, window: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, packed and in a step of others, alone and with log-probabilities. The window is longer than the
+    prompts, or shorter, or shorter than the last queries that other policies learn from."""
+    monkeypatch.setattr("shadowkv.models.configs.model_config.DRAFT_WINDOW", window)
+    monkeypatch.setitem(forward.BLOCK_TOKENS, "cpu", 64)
+    path, theirs = request.getfixturevalue(kind)
+    engine = engine_of(path)
+    seen, texts = watch(engine, monkeypatch), [prompt(1, 300), prompt(2, 20), prompt(3, 31), prompt(4, 1)]
+    said = list[TokenOutput]()
+    engine.add_request("blocks", texts[0], replace(GREEDY, max_tokens=30))
+    while engine.has_work and not any(output.token_ids for output in said):
+        said += engine.step()
+    for name, text in zip(("joins", "packed", "one"), texts[1:], strict=True):
+        engine.add_request(name, text, replace(GREEDY, max_tokens=20))
+    while not engine.decode_steps.idle:
+        engine.step()
+    texts.append(prompt(5, 130))
+    engine.add_request("scored", texts[-1], replace(GREEDY, max_tokens=20, prompt_logprobs=1))
+    drain(engine)
+    for text in texts:
+        of_text = [one for one in seen if one.prompt == text]
+        assert of_text[0].cached == 0 and len(of_text) > 3
+        assert all(one.is_theirs(theirs._replace(window=window)) for one in of_text), f"{len(text)} tokens"
+
+
+@pytest.mark.parametrize("kind", ["unlike", "hybrid"])
+def test_prompts_are_read_from_their_first_new_token_on(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a chat's second turn, and in a fork."""
+    path, theirs = request.getfixturevalue(kind)
+    engine = engine_of(path)
+    seen, text = watch(engine, monkeypatch), prompt(1, 200)
+    engine.add_request("first", text, replace(GREEDY, max_tokens=30))
+    answer = tokens(drain(engine)["first"])
+    later = [[*text, *answer, *prompt(2, 70)], [*text, *answer[:3], *prompt(3, 9)]]
+    for number, of_turn in enumerate(later):
+        engine.add_request(str(number), of_turn, replace(GREEDY, max_tokens=20))
+        drain(engine)
+    for of_turn in later:
+        of_text = [one for one in seen if one.prompt == of_turn]
+        assert of_text[0].cached > 100 and len(of_text) > 3
+        assert all(one.is_theirs(theirs) for one in of_text)
+
+
+def test_prompts_that_there_is_no_memory_to_read(model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave nothing, and the head reads their answers alone."""
+    engine, wanted = engine_of(model[0]), engine_of(model[0], None)
+    seen, head = watch(engine, monkeypatch), engine.head
+    assert head is not None
+
+    def failing(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(head.cache, "prefill_batch", failing)
+    for one in (engine, wanted):
+        one.add_request("a", prompt(1, 70), GREEDY)
+        one.add_request("b", prompt(2, 30), GREEDY)
+    said = [{name: tokens(outputs) for name, outputs in drain(one).items()} for one in (engine, wanted)]
+    assert said[0] == said[1] and counts(engine)[1] > 10
+    assert all(one._replace(cached=len(one.prompt)).is_theirs(model[1]) for one in seen)
+
+
+def test_prompts_that_are_aborted_are_read_and_forgotten(
+    model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others of a pack, whose drafts are not those of the aborted one."""
+    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
+        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e-9)
+    engine = engine_of(model[0], max_num_seqs=3)
+    seen = watch(engine, monkeypatch)
+    for round_ in range(3):
+        for number in range(3):
+            engine.add_request(f"{round_} {number}", prompt(3 * round_ + number, 40 + number), GREEDY)
+        while not engine.prefill_queue.in_flight:
+            engine.step()
+        assert len(engine.prefill_queue.in_flight[0].rows) == 3
+        engine.abort(f"{round_} 1")
+        drain(engine)
+    drafting = engine.decode_steps.speculation
+    assert isinstance(drafting, HeadDrafts) and len(drafting._contexts) <= 3
+    assert len({len(one.prompt) for one in seen}) == 2 and all(one.is_theirs(model[1]) for one in seen)
 
 
 def answers(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
@@ -154,7 +263,7 @@ def answers(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
 
 @pytest.mark.parametrize("kv", ["full", "turbo"])
 def test_answers_are_those_without_drafts(kv: str, model: tuple[Path, Theirs]) -> None:
-    """Also behind compressed prompts, of which the head's cache has nothing."""
+    """Also behind compressed prompts."""
     wanted = answers(engine_of(model[0], None, kv=kv, kv_dense_below=0))
     engine = engine_of(model[0], kv=kv, kv_dense_below=0)
     assert answers(engine) == wanted
@@ -203,7 +312,7 @@ def test_windows_hold_long_answers(model: tuple[Path, Theirs], monkeypatch: pyte
     assert isinstance(drafting, HeadDrafts)
     assert drafting._head.cache.layout.main.window == 70
     (context,) = drafting._contexts.values()
-    assert context.sequence.length == context.rows == context.read > 290
+    assert context.sequence.length == context.rows == 30 + context.read > 320, "with rows of the prompt"
 
 
 def test_a_draft_step_that_fails_leaves_nothing(model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +320,7 @@ def test_a_draft_step_that_fails_leaves_nothing(model: tuple[Path, Theirs], monk
 
     def said(fails: int) -> tuple[list[int], tuple[int, int]]:
         engine = engine_of(model[0])
-        head = engine._head
+        head = engine.head
         assert head is not None
         engine.add_request("a", prompt(1, 30), GREEDY)
         got = [token for _ in range(6) for token in tokens(engine.step())]
@@ -264,7 +373,7 @@ def test_a_newcomer_beyond_the_limit_drafts_too(model: tuple[Path, Theirs], monk
         for name in ("a", "aa"):
             add(name, "first")
         if drafts is not None:
-            head = engine._head
+            head = engine.head
             assert head is not None
             read = head.read
             monkeypatch.setattr(head, "read", lambda *given: rows.append(len(given[2])) or read(*given))
@@ -328,23 +437,67 @@ class Graph:
         self.result = self.function(torch.from_numpy(numbers))
 
 
+def give_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, eager_steps: int) -> tuple[CudaGraphs, CudaGraphs]:
+    """Gives an engine graphs on a CPU. Returns those of the model and of its head."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_Captured", Graph)
+    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", eager_steps)
+    runner, head, sizes = engine.runner, engine.head, (engine.config.max_rows, engine.model_config.vocab_size)
+    assert head is not None
+    runner.graphs = CudaGraphs(runner.cache, runner.step, *sizes)
+    head.graphs = CudaGraphs(head.cache, head.step, *sizes, logits=runner.graphs.logits)
+    engine.decode_steps.run_ahead = True
+    return runner.graphs, head.graphs
+
+
 def test_answers_with_graphs_are_those_without_drafts(
     model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded rows, and steps that are launched ahead."""
     wanted = answers(engine_of(model[0], None, device="cpu"))
     engine = engine_of(model[0], device="cpu")
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
-    monkeypatch.setattr(cuda_graphs, "_Captured", Graph)
-    monkeypatch.setattr(cuda_graphs, "EAGER_STEPS", 0)
-    runner, head, sizes = engine.runner, engine._head, (engine.config.max_rows, engine.model_config.vocab_size)
-    assert head is not None
-    runner.graphs = cuda_graphs.CudaGraphs(runner.cache, runner.step, *sizes)
-    head.graphs = cuda_graphs.CudaGraphs(head.cache, head.step, *sizes, logits=runner.graphs.logits)
-    engine.decode_steps.run_ahead = True
+    _, of_head = give_graphs(engine, monkeypatch, 0)
     assert answers(engine) == wanted
-    assert counts(engine)[0] > 500 and len(head.graphs.graphs) > 3
+    assert counts(engine)[0] > 500 and len(of_head.graphs) > 3
+
+
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_drafts_have_graphs_from_the_start(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of the head, and those of the model that verify drafts, also in sequences of many pages."""
+    for module in (planning, warmup):
+        monkeypatch.setattr(module, "MIN_EXACT_PAGES", 2)
+    monkeypatch.setattr("shadowkv.models.configs.model_config.DRAFT_WINDOW", 100)
+    monkeypatch.setattr(warmup, "unreserved_bytes", lambda device: 2**33)
+    path, _ = request.getfixturevalue(kind)
+    texts = {str(number): (prompt(number, length), GREEDY) for number, length in enumerate((20, 60, 200, 400))}
+    engine, wanted = engine_of(path, device="cpu", max_num_seqs=4), engine_of(path, None, max_num_seqs=4)
+    graphs, of_head = give_graphs(engine, monkeypatch, 8)
+    fold(engine.cache.ops, monkeypatch)
+    warmup.GraphGrid(engine).capture(60.0)
+    keys, captures = set(of_head.graphs), of_head.captures
+    seen, plan_decode = list[tuple[int, int, bool, bool]](), engine.cache.plan_decode
+
+    def spy(sequences: Any, counts: Any, *others: Any) -> Any:
+        plan = plan_decode(sequences, counts, *others)
+        if counts and len(set(counts)) == 1:
+            of_rows = any(group.starts is not None for group in plan.groups)
+            seen.append((len(sequences), counts[0], of_rows, graphs.has(plan)))
+        return plan
+
+    monkeypatch.setattr(engine.cache, "plan_decode", spy)
+    said = []
+    for one in (engine, wanted):
+        for name, (text, params) in texts.items():
+            one.add_request(name, text, params)
+        said.append({name: tokens(outputs) for name, outputs in drain(one).items()})
+    assert said[0] == said[1] and counts(engine)[0] > 60
+    whole = [(count, of_rows, has) for count, rows, of_rows, has in seen if rows == 4]
+    assert all(has for *_, has in whole) and {True, False} >= {of_rows for _, of_rows, _ in whole} >= {True}
+    assert 4 in {count for count, *_ in whole}
+    assert of_head.captures == captures and not of_head.eager and {key[3] for key in keys} == {2, 4}
 
 
 def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +514,7 @@ def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], mo
         (context,) = drafting._contexts.values()
         before = context.rows
         got += tokens(engine.step())
-        known = {2: 2, 3: 4, 9: 4}[steps]
+        known = {2: 3, 3: 4, 9: 4}[steps]  # at first also the state of the prompt's last token
         assert context.rows == before + known
     assert got + tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
 
@@ -427,7 +580,7 @@ def test_the_cache_of_the_head_is_counted(model: tuple[Path, Theirs]) -> None:
     page, window = 2 * 16 * 64 * 4, 512 // 64  # keys and values of one kv head, and pages of the longest sequence
     assert many - few >= 8 * window * page
     engine = engine_of(model[0], max_num_seqs=9)
-    head = engine._head
+    head = engine.head
     assert head is not None and sum(use.total_bytes for use in head.cache.use().values()) >= 9 * window * page
     (line,) = (note for note in engine.notes if note.startswith("drafts"))
     assert line.startswith("drafts  mtp, up to 3 tokens of a sequence in a step, by a layer of the files: ")

@@ -164,7 +164,9 @@ def prefill(
     """Computes new tokens of admitted sequences.
 
     Unless ``scored``, the last layer with keys of its own computes keys and values of all tokens, but attention and MLP
-    only of each sequence's last token. Later layers compute only these last tokens.
+    only of each sequence's last token. Later layers compute only these last tokens. If a draft head reads the prompts,
+    the last layer computes the last ``Decoder.prompt_tail`` tokens of each, and leaves their final hidden states in
+    ``Decoder.prompt_states``.
 
     Yields wherever it can be paused for a decode step, or closed. The sequences of a closed prefill can only be
     released.
@@ -194,18 +196,36 @@ def prefill(
     finally:
         cache.leave_prefill()
     cache.end_prefill(batch)
+    rows = 0 if step is None else len(step.ids)
     if not scored:
         if stream is None:
-            return model.logits(flows[0].x, flows[0].added), []
-        return model.logits(torch.cat([flow.x for flow in flows])[batch.are_ends(_spans(batch, cache.device))]), []
+            return _logits(model, batch, flows[0].x, flows[0].added, rows), []
+        joined = torch.cat([flow.x for flow in flows])
+        return _logits(model, batch, joined[batch.tails(model.prompt_tail, _spans(batch, cache.device))]), []
     states = flows[0].sum if stream is None else stream
-    logits = model.logits(states[batch.starts[1:].long() - 1])
+    logits = _logits(model, batch, states[batch.tails(model.prompt_tail)])
     return logits, [states[new.start : new.stop] for new in batch.new]
+
+
+def _logits(model: Decoder, batch: PrefillBatch, x: Tensor, added: Tensor | None = None, rows: int = 0) -> Tensor:
+    """Returns the logits of ``rows`` rows of a step and of each prompt's last token, float32 [rows + S, V]. Keeps the
+    final hidden states of the prompts if a draft head reads them.
+
+    Args:
+        x, added: as for ``Decoder.logits``, of the step's rows and of the last ``Decoder.prompt_tail`` new tokens of
+            each prompt.
+    """
+    if model.prompt_tail == 1:
+        return model.logits(x, added)
+    normed = model.normed(x, added)
+    model.prompt_states = normed[rows:]
+    ends = batch.last_of_tails(model.prompt_tail)
+    return model.kept_scores(torch.cat((normed[:rows], model.prompt_states[ends]))).float()
 
 
 def _one_block(model: Decoder, batch: PrefillBatch, ids: Tensor, scored: bool, step: Step | None) -> Flow:
     """Makes one flow of all tokens ``ids`` int64 [T] of a batch. The tokens of ``step`` come first."""
-    block, last = batch.block(0, batch.num_tokens), batch.starts[1:].long() - 1
+    block, last = batch.block(0, batch.num_tokens), batch.tails(model.prompt_tail)
     narrows = model.config.num_kv_shared_layers and not scored
     alone = batch.only_ends(0, batch.num_tokens) if narrows else None
     if step is not None:
@@ -225,7 +245,7 @@ def _in_blocks(model: Decoder, batch: PrefillBatch, ids: Tensor, stream: Tensor,
     for start, stop in _spans(batch, ids.device):
         own = model.layer_inputs(ids[start:stop])
         part = stream[start:stop].copy_(model.embed(ids[start:stop]))
-        last, ends = None if scored else batch.ends(start, stop), None
+        last, ends = None if scored else batch.ends(start, stop, model.prompt_tail), None
         if last is not None and model.config.num_kv_shared_layers:
             ends = Ends(batch.only_ends(start, stop), model.layer_inputs(last.of_needed(ids[start:stop])))
         flows.append(Flow(part, batch.block(start, stop), last, in_place=True, own=own, ends=ends))

@@ -1,7 +1,7 @@
 """``HeadRunner``: runs a model's draft head. ``HeadDrafts`` calls it.
 
-The head has a cache of its own with a sequence for each request that decodes. The model's hidden states are kept from
-the step that computes them until the tokens that follow are known.
+The head has a cache of its own with a sequence for each request that decodes. It reads a prompt's hidden states as soon
+as the model has computed them. Those of a step are kept until the tokens that follow are known.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.engine.execution.forward import Flow, forward, run_through
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
@@ -38,8 +39,54 @@ class HeadRunner(Runner):
         super().__init__(cast(Decoder, head), cache, limit, logits)  # the head has all methods that steps call
         head.reserve(rows)
         self.head, self._last, size = head, head.states, model.config.hidden_size
+        self._model = model
+        model.prompt_tail = self.window
         self._of_model = model.states = torch.zeros(rows, size, dtype=model.dtype, device=cache.device)
         self._kept = torch.zeros(kept, size, dtype=model.dtype, device=cache.device)
+
+    @property
+    def window(self) -> int:
+        """Number of newest tokens that the head attends to."""
+        window = self.cache.layout.main.window
+        assert window is not None, "ModelConfig.of_draft_head has one"
+        return window
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the hidden states of prompts wait for ``begin``. There are none after a pass that is a CUDA graph."""
+        return self._model.prompt_states is not None
+
+    @torch.inference_mode()
+    def begin(self, sequences: list[CachedSequence], tokens: Sequence[list[int]], places: list[int]) -> None:
+        """Reads the hidden states of the prompts that the model has computed last, of up to ``window`` new tokens of
+        each. Appends a row for each of these tokens except the prompt's last, without logits. The state of the last one
+        is kept.
+
+        Args:
+            sequences: a new sequence of the head for each prompt.
+            tokens: for each prompt, the tokens that follow those of its rows.
+            places: where the states of the prompts' last tokens are kept.
+        """
+        states, self._model.prompt_states = self._model.prompt_states, None
+        assert states is not None, "no prompt was computed"
+        ends = [stop - 1 for stop in accumulate(len(own) + 1 for own in tokens)]
+        self._kept[self._uploaded(places)] = states[self._uploaded(ends)]
+        work = [(sequence, len(own)) for sequence, own in zip(sequences, tokens, strict=True) if own]
+        if not work:
+            return
+        rows, last = range(len(states)), set(ends)
+        stream = self.head.embed(
+            self._uploaded([token for own in tokens for token in own]),
+            states[self._uploaded([row for row in rows if row not in last])],
+        )
+        batch = self.cache.prefill_batch(work)
+        block = batch.block(0, batch.num_tokens)
+        flow = Flow(stream, block.where_needed(self._uploaded([])))  # only keys and values
+        try:
+            run_through(forward(self.layers, self.cache, [flow], batch))
+        finally:
+            self.cache.leave_prefill()
+        self.cache.end_prefill(batch)
 
     @torch.inference_mode()
     def keep(self, places: list[int]) -> None:
@@ -69,4 +116,4 @@ class HeadRunner(Runner):
         return logits
 
     def _uploaded(self, rows: Sequence[int]) -> Tensor:
-        return upload(torch.tensor(rows), self.cache.device)
+        return upload(torch.tensor(rows, dtype=torch.int64), self.cache.device)

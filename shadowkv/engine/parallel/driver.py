@@ -123,4 +123,6 @@ class DriverHead(HeadRunner):
         super().__init__(*args)
         self.ranks = ranks
 
-    keep, read, draft = (_together(HeadRunner, HEAD, method) for method in ("keep", "read", "draft"))
+    begin, keep, read, draft, prepare = (
+        _together(HeadRunner, HEAD, method) for method in ("begin", "keep", "read", "draft", "prepare")
+    )

@@ -140,6 +140,11 @@ class DecodeSteps:
             self.meter.take(alive, step.checked.kl.tolist())
         return joined(chosen, before)
 
+    def prompted(self, prompts: Sequence[Running]) -> None:
+        """Must be called when a prefill of ``prompts`` has ended, before another pass."""
+        if self.speculation is not None and prompts:
+            self.speculation.prompted([running.request for running in prompts])
+
     def following(self) -> ChosenRows | None:
         """Returns the next tokens of the sequences whose drafts were right so far. Returns None if there is no such
         sequence; wrong drafted tokens have then been removed from all sequences."""
@@ -214,6 +219,7 @@ class DecodeSteps:
         if self.speculation is not None:
             newest = [len(one.request.output_token_ids) - (at < 0) for one, at in zip(rows, sources, strict=True)]
             self.speculation.computed([running.request for running in rows], newest, counts)
+            self.prompted(prompts)
         checked = None if narrow is None else narrow.compared(logits, [0, *accumulate(counts)])
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)

@@ -1,10 +1,10 @@
 """``HeadDrafts``: a layer of the checkpoint drafts tokens (multi-token prediction, ``DraftHead``). ``DecodeSteps`` uses
 it.
 
-A row of the head is computed from the model's hidden state of a token of the answer, and from the token that follows
-it. The hidden states of each step are kept. When the next draft begins, the rows of these states are appended to the
-request's own sequence in the head's cache. So the head attends to the answer, not to the prompt. If more steps pass
-without a draft than states are kept, the oldest states are lost, and the head's sequence lacks their rows.
+A row of the head is computed from the model's hidden state of a token, and from the token that follows it. When a
+prompt is computed, rows of its last new tokens are appended to the request's own sequence in the head's cache. The
+hidden states of each step are kept. When the next draft begins, the rows of these states are appended too. If more
+steps pass without a draft than states are kept, the oldest states are lost, and the head's sequence lacks their rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shadowkv.engine.execution.head_runner import HeadRunner
@@ -27,7 +28,7 @@ HEAD_SHARE = 0.1
 
 @dataclass(eq=False)
 class _Context:
-    """What the head has stored of a request. Tokens are numbered within the answer.
+    """What the head has stored of a request. Tokens are numbered within the answer; the prompt's last token is -1.
 
     Attributes:
         sequence: the head's sequence.
@@ -40,8 +41,8 @@ class _Context:
     sequence: CachedSequence
     first: int
     stop: int
-    read: int = 0
-    rows: int = 0
+    read: int
+    rows: int
 
     def keep(self, token: int, count: int, kept: int) -> list[int]:
         """Records that a step has computed the hidden states of ``count`` tokens, from ``token`` on. Returns the places
@@ -73,15 +74,43 @@ class HeadDrafts(ModelDrafts):
         self._head, self._scheduler, self._kept = head, scheduler, kept
         self._contexts: dict[Request, _Context] = {}
 
-    def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
+    def prompted(self, requests: Sequence[Request]) -> None:
+        """Appends rows of the prompts to new sequences of the head. A request whose prompt was part of a CUDA graph has
+        none: its hidden states are not kept. Nor has any if memory is short."""
+        if not self._head.has_prompts:
+            return
+        self._release_ended()
+        sequences, following, places = list[CachedSequence](), list[list[int]](), list[int]()
+        for request in requests:
+            first = max(request.cached_tokens, len(request.prompt_token_ids) - self._head.window)
+            following.append(request.prompt_token_ids[first + 1 :])
+            context = self._context(request, -1, len(following[-1]))
+            places += context.keep(-1, 1, self._kept)
+            sequences.append(context.sequence)
+        try:
+            self._head.begin(sequences, following, places)
+        except torch.OutOfMemoryError:
+            for request in requests:
+                self._head.cache.release(self._contexts.pop(request).sequence)
+
+    def _context(self, request: Request, token: int, rows: int) -> _Context:
+        """Makes the context of a request, which begins with the hidden state of ``token``. ``rows`` rows are appended
+        before."""
+        sequence = self._head.cache.allocate(rows, self._head.cache.max_model_len)
+        context = self._contexts[request] = _Context(sequence, token, token, token, rows)
+        return context
+
+    def _release_ended(self) -> None:
+        """Releases the sequences of requests that do not run any more."""
         running = {running.request for running in self._scheduler.running}
         for request in [request for request in self._contexts if request not in running]:
             self._head.cache.release(self._contexts.pop(request).sequence)
+
+    def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
+        self._release_ended()
         places = list[int]()
         for request, token, count in zip(requests, newest, rows, strict=True):
-            if (context := self._contexts.get(request)) is None:
-                sequence = self._head.cache.allocate(0, self._head.cache.max_model_len)
-                context = self._contexts[request] = _Context(sequence, token, token)
+            context = self._contexts.get(request) or self._context(request, token, 0)
             places += context.keep(token, count, self._kept)
         self._head.keep(places)
 

@@ -86,10 +86,15 @@ class SpeculativeConfig:
         """Whether a layer of the checkpoint drafts tokens."""
         return self.method == "mtp"
 
+    @property
+    def by_the_model(self) -> bool:
+        """Whether weights of the model draft. All sequences of a step then draft together."""
+        return self.method in BY_THE_MODEL
+
     def drafted_rows(self, batch: int) -> int:
         """Maximum number of rows for drafted tokens in a decode step of ``batch`` sequences: as many as one sequence
         can draft, or as all can draft if all draft together."""
-        return (self.num_speculative_tokens or 0) * (batch if self.method in BY_THE_MODEL else 1)
+        return (self.num_speculative_tokens or 0) * (batch if self.by_the_model else 1)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SpeculativeConfig:

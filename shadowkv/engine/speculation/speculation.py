@@ -60,6 +60,11 @@ class Speculation(ABC):
         """Records the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
 
+    def prompted(self, requests: Sequence[Request]) -> None:
+        """Called when the model has computed the prompts of requests, before another pass. They are all prompts of a
+        pass, in its order."""
+        return
+
     def computed(self, requests: Sequence[Request], newest: Sequence[int], rows: Sequence[int]) -> None:
         """Called when the model has computed a step. The runner still has the step's hidden states.
 

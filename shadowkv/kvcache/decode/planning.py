@@ -88,12 +88,8 @@ class DecodePlanner:
             own = np.arange(len(rows)) - (new.cumsum() - new).repeat(new)  # index of each row within its sequence
             numbers = numbers._replace(length=numbers.length + own)
         exact_pages = int((numbers.static_pages + tables.ring_widths(rows, numbers.length)).max())
-        starts, most_rows = None, 1
         selects = spec.selects or (drafting and spec.has_index)
-        long = exact_pages > MIN_EXACT_PAGES or (numbers.compressed.any() and not selects)
-        if long and self.layout.window is None and new.max() > 1 and new.max() * len(new) <= MOST_ROOM * len(rows):
-            starts = np.concatenate(([0], new.cumsum()))
-            most_rows = 1 << (int(new.max()) - 1).bit_length()  # few shapes; a row that is not there costs nothing
+        starts, most_rows = self._starts(new, exact_pages, bool(numbers.compressed.any()) and not selects)
         segments, of_sequence, segment_starts = self._segments(numbers, starts, drafting and spec.selects)
         budget = segments.top_k + segments.sampled
         return GroupPlan(
@@ -109,6 +105,18 @@ class DecodePlanner:
             segment_starts,
             most_rows,
         )
+
+    def _starts(self, new: np.ndarray, exact_pages: int, reads_compressed: bool) -> tuple[np.ndarray | None, int]:
+        """Returns ``GroupPlan.starts`` and ``most_rows`` of a step with ``new`` int64 [n] rows of each sequence.
+
+        Args:
+            exact_pages: maximum number of exact pages of a sequence.
+            reads_compressed: whether the step attends to all compressed tokens.
+        """
+        long, most = exact_pages > MIN_EXACT_PAGES or reads_compressed, int(new.max())
+        if not long or self.layout.window is not None or most == 1 or most * len(new) > MOST_ROOM * new.sum():
+            return None, 1
+        return np.concatenate(([0], new.cumsum())), 1 << (most - 1).bit_length()  # a row that is not there is free
 
     def most_tokens(self, sequences: Sequence[CachedSequence]) -> np.ndarray:
         """Maximum number of new tokens, int64 [n], that a step can append to each sequence.
@@ -171,17 +179,29 @@ class DecodePlanner:
             compressed = max(compressed, after.tokens)
         if segments > 1:
             return None
-        count = len(sequences) + len(joining)
-        padding = padding_numbers(tables)
-        rows = (np.repeat(np.array(numbers)[:, None], count, axis=1) for numbers in padding)
         return GroupPlan(
-            SequenceNumbers(*next(rows)),
-            SegmentNumbers(*next(rows)),
+            *padding_rows(tables, len(sequences) + len(joining)),
             None,
             exact,
             compressed // PAGE,
             0,
             self.spec.selects,
+        )
+
+    def forecast_drafts(self, plan: GroupPlan, sequences: int, rows: int, drafting: bool) -> GroupPlan:
+        """Returns the plan of a step of padding rows, whose sequences are as long as those of ``plan``.
+
+        Args:
+            plan: what ``forecast`` has returned.
+            sequences, rows: number of sequences, and of each sequence's rows.
+            drafting: whether the step is a draft step, as for ``plan``.
+        """
+        selects = self.spec.selects or (drafting and self.spec.has_index)
+        reads_compressed = bool(plan.compressed_pages) and not selects
+        starts, most_rows = self._starts(np.full(sequences, rows), plan.exact_pages, reads_compressed)
+        padding, padding_segments = padding_rows(self.tables, sequences * rows)
+        return replace(
+            plan, sequences=padding, segments=padding_segments, selects=selects, starts=starts, most_rows=most_rows
         )
 
     def _segments(
@@ -257,6 +277,12 @@ def padding_numbers(tables: Tables) -> tuple[SequenceNumbers, SegmentNumbers]:
     """Returns the numbers of a padding row: of a sequence with a ring of one page, and of its empty segment."""
     slot = tables.padding_segment_slot
     return SequenceNumbers(tables.padding_slot, 0, 0, 1, 0), SegmentNumbers(slot, tables.state[slot], 0, 0, 0, 0, 0, 0)
+
+
+def padding_rows(tables: Tables, count: int) -> tuple[SequenceNumbers, SegmentNumbers]:
+    """Returns the numbers of ``count`` padding rows."""
+    sequence, segment = (np.repeat(np.array(one)[:, None], count, axis=1) for one in padding_numbers(tables))
+    return SequenceNumbers(*sequence), SegmentNumbers(*segment)
 
 
 def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:

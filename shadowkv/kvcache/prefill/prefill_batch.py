@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import cast
 
 import numpy as np
 import torch
@@ -268,6 +269,9 @@ class RowRange:
     cu_seqlens: Tensor | None = None
     lengths: tuple[int, ...] = ()
 
+    def __len__(self) -> int:
+        return self.stop - self.start
+
     @property
     def num_sequences(self) -> int:
         """S, the number of sequences."""
@@ -300,14 +304,14 @@ class PrefillBlock:
         """n, the number of tokens of the block."""
         return len(self.positions)
 
-    def of_ends(self) -> PrefillBlock:
+    def of_ends(self, tail: int) -> PrefillBlock:
         """Returns the same block with attention only for the tokens of ``ends``."""
-        return replace(self, row_ranges=tuple(RowRange(stop - 1, stop, new) for new, stop in self.ends))
+        return replace(self, row_ranges=tuple(self.ends(tail)))
 
     def only_ends(self, positions: Tensor) -> PrefillBlock:
-        """Returns a block of only the tokens of ``ends``, which are at ``positions`` int64 [n]. The block cannot be
+        """Returns a block of only the tokens of ``ends(1)``, which are at ``positions`` int64 [n]. The block cannot be
         used to store tokens. Packed sequences still attend in one call."""
-        ending = {new.start for new, _ in self.ends}
+        ending = {cast(NewTokens, end.alone).start for end in self.ends(1)}
         row_ranges = (
             one if one.alone is None else RowRange(one.stop - 1, one.stop, one.alone)
             for one in self.row_ranges
@@ -326,14 +330,15 @@ class PrefillBlock:
             yield slice(start, stop)
             start = stop
 
-    @property
-    def ends(self) -> list[tuple[NewTokens, int]]:
-        """Sequences that end in the block, or have queries in it that parts learn from. With each sequence comes the
-        batch's row after its last token in the block."""
-        observed = ((new, max(new.start, new.stop - OBSERVED)) for new in self.batch.new)
-        return [
-            (new, min(new.stop, self.stop)) for new, first in observed if first < self.stop and self.start < new.stop
-        ]
+    def ends(self, tail: int) -> list[RowRange]:
+        """The last ``tail`` tokens of each sequence, as far as they are in the block. If parts learn from queries of a
+        sequence that continues after the block, at least the block's last token is included."""
+        ends = list[RowRange]()
+        for new in self.batch.new:
+            stop = min(new.stop, self.stop)
+            if self.start < new.stop and max(new.start, new.stop - max(tail, OBSERVED)) < self.stop:
+                ends.append(RowRange(max(self.start, new.start, min(new.stop - tail, stop - 1)), stop, new))
+        return ends
 
 
 class PrefillBatch:
@@ -357,13 +362,14 @@ class PrefillBatch:
         """Tokens ``start`` to ``stop``."""
         return Batch((*((group.block(start, stop),) for group in self.groups), *self._of_recurrent(start, stop)))
 
-    def ends(self, start: int, stop: int) -> Batch:
-        """Returns the batch of tokens ``start`` to ``stop``, with attention only for the last tokens of sequences. If
-        parts learn from queries of a sequence that continues after the block, the block's last token needs attention
-        too."""
+    def ends(self, start: int, stop: int, tail: int = 1) -> Batch:
+        """Returns the batch of tokens ``start`` to ``stop``, with attention only for the last ``tail`` new tokens of
+        each sequence. If parts learn from queries of a sequence that continues after the block, the block's last token
+        needs attention too."""
         blocks = [group.block(start, stop) for group in self.groups]
-        needed = upload(torch.tensor([end - 1 - start for _, end in blocks[0].ends]).long(), self.starts.device)
-        return Batch((*((block.of_ends(),) for block in blocks), *self._of_recurrent(start, stop)), needed)
+        needed = _rows(blocks[0].ends(tail)) - start
+        rows = upload(torch.from_numpy(needed), self.starts.device)
+        return Batch((*((block.of_ends(tail),) for block in blocks), *self._of_recurrent(start, stop)), rows)
 
     def only_ends(self, start: int, stop: int) -> Batch:
         """Returns a batch of only the tokens that ``ends`` needs, for layers that attend to keys of other layers and
@@ -379,12 +385,26 @@ class PrefillBatch:
             return ()
         return ((recurrent_block(self._recurrent, start, stop, self.starts.device),),)
 
-    def are_ends(self, blocks: Sequence[tuple[int, int]]) -> Tensor:
-        """Returns the rows of the last tokens of sequences, int64 [S], among all tokens that ``ends`` of these blocks
-        needs, joined in order."""
-        ends = [(new, end) for start, stop in blocks for new, end in self.groups[0].block(start, stop).ends]
-        rows = [row for row, (new, end) in enumerate(ends) if end == new.stop]
-        return upload(torch.tensor(rows), self.starts.device)  # the host does not wait for the last layer
+    def tails(self, tail: int, blocks: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """Returns the rows of the last ``tail`` new tokens of each sequence, int64 [n]: rows of the batch, or, with
+        ``blocks``, rows among all tokens that ``ends`` of these blocks needs, joined in order."""
+        if blocks is None:
+            rows = _rows([RowRange(max(new.start, new.stop - tail), new.stop, new) for new in self.new])
+        else:
+            ends = [end for start, stop in blocks for end in self.groups[0].block(start, stop).ends(tail)]
+            first = np.repeat([cast(NewTokens, end.alone).stop - tail for end in ends], [len(end) for end in ends])
+            rows = (_rows(ends) >= first).nonzero()[0]
+        return upload(torch.from_numpy(rows), self.starts.device)  # the host does not wait for the last layer
+
+    def last_of_tails(self, tail: int) -> Tensor:
+        """Returns, for each sequence, the row of its last token in ``tails``, int64 [S]."""
+        counts = [min(tail, new.stop - new.start) for new in self.new]
+        return upload(torch.from_numpy(np.cumsum(counts) - 1), self.starts.device)
+
+
+def _rows(ranges: Sequence[RowRange]) -> np.ndarray:
+    """The rows of row ranges, int64 [n]."""
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(one.start, one.stop) for one in ranges)])
 
 
 def _exact(planned: Sequence[tuple[NewTokens, StoragePlan]]) -> Iterator[tuple[slice, ExactRows]]:
