@@ -17,6 +17,7 @@ constexpr int64_t kLloyd3 = 6;
 constexpr int64_t kLloyd2 = 7;
 constexpr int64_t kPolarInt4 = 8;    // 4 bits, halves of a row in nibbles
 constexpr int64_t kTq3 = 9;          // blocks of 32 dimensions in 3 bits and a scale
+constexpr int64_t kFp8 = 12;         // 8-bit floats (e4m3), a scale per kv head
 constexpr int64_t kKvarn4 = 14;      // keys in 4 bits, steps of a page's channels
 constexpr int64_t kKvarn2 = 15;      // values in 2 bits, steps of tokens
 constexpr int64_t kLatentDense = 16; // low-rank keys, floats

@@ -183,10 +183,10 @@ METHODS = (
     Method(
         "rows of 8-bit floats",
         _codecs("fp8"),
-        ("quantize_rows", "attend_coded"),
-        ("kernels/paged_attention/paged_rows.cuh",),
-        ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py"),
-        (("attend_coded", "C++"),),
+        ("quantize_rows", "attend_coded", "attend_selected"),
+        ("kernels/paged_attention/paged_rows.cuh", "kernels/attend_selected/values.cuh"),
+        ("kvcache/test_coded_policies.py", "ops/test_cuda_attend_fp8.py", "ops/test_cuda_attend_selected_fp8.py"),
+        (("attend_coded", "C++"), ("attend_selected", "C++")),
     ),
     Method(
         "`tq3_0`",

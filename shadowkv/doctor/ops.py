@@ -8,6 +8,7 @@ import torch
 
 from shadowkv.engine.startup.loading import default_prefill, device_of, ops_for
 from shadowkv.installation import building_cpu, building_cuda
+from shadowkv.kvcache.codecs import with_names
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.decoder import Decoder
@@ -63,7 +64,7 @@ def choices_for(model: str, kv: str, device: str, attention_backend: str = "auto
     build = building_cuda if where.type == "cuda" else building_cpu
     chosen = []
     for name in CALLS:
-        reason = next(iter(ops.reasons[name]), None)
+        reason = next(map(with_names, ops.reasons[name]), None)
         unbuilt = name in ops.unbuilt
         chosen.append(OpChoice(name, ops.backends[name], name in ops.called, reason, build() if unbuilt else None))
     return Choices(model, kv, where, attention_backend, chosen)

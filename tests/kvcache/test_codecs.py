@@ -8,7 +8,7 @@ import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, decode, decode_part, make_cache, plain_attention, prefill
 from torch import Tensor
 
-from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register
+from shadowkv.kvcache.codecs import LATENT_CODECS, ROW_CODECS, register, with_names
 from shadowkv.kvcache.codecs.latents import Int4Latents
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
@@ -21,6 +21,11 @@ from shadowkv.ops.attend_selected.reference import gather_selected
 from shadowkv.ops.attend_selected.sources import CodedRows, LatentKeys
 from shadowkv.ops.codec import LatentCodec, RowCodec
 from shadowkv.ops.registry import Ops
+
+
+def test_reasons_of_backends_name_codecs() -> None:
+    told = with_names("no kernel for keys in codec 12 with values in codec 0; codec 999 of keys is unknown")
+    assert told == "no kernel for keys in codec fp8 with values in codec dense; codec 999 of keys is unknown"
 
 
 class CentredBytes(RowCodec):

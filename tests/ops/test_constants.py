@@ -61,6 +61,7 @@ SHARED = {
         "kLloyd2": CodecId.LLOYD_2BIT,
         "kPolarInt4": CodecId.POLAR_INT4,
         "kTq3": CodecId.TQ3_0,
+        "kFp8": CodecId.FP8,
         "kKvarn4": CodecId.KVARN_4BIT,
         "kKvarn2": CodecId.KVARN_2BIT,
         "kLatentDense": CodecId.LATENT_DENSE,

@@ -28,6 +28,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
   TileWalk<Shape> walk(in, tile);
   const int64_t state = Shape::kLow ? in.states[batch] : 0;
   const int first = Shape::kLow ? int(in.first[batch]) : 0;
+  const float score_scale = in.score_scale * (Shape::kFp8Keys ? in.key_scales.of(batch, head) : 1.f);
+  const float value_scale = Shape::kFp8Values ? in.value_scales.of(batch, head) : 1.f;
   walk.advance();
   fill_tables(in, tables, rank, state);
   uint32_t valid = walk.start(first);
@@ -68,10 +70,10 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 
     keys.score(s, tables, rank);
     uint32_t p[kScales][kTiles][2];
-    sums.weigh(p, s, valid_now, in.score_scale, log_weight, scale);
+    sums.weigh(p, s, valid_now, score_scale, log_weight, scale);
     values.add(sums, p, tile);
   }
-  join_warps(in, to, sums, shared);
+  join_warps(in, to, sums, value_scale, shared);
 }
 
 } // namespace shadowkv

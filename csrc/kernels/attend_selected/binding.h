@@ -5,8 +5,6 @@
 #include "arguments.h"
 #include "attend_selected.cuh"
 
-#include <string>
-
 namespace shadowkv {
 
 // What a kernel is instantiated for.
@@ -21,6 +19,7 @@ struct Codecs {
 template <class Key, class Value, class Use>
 void with_attend_shape(int64_t dim, int64_t rank, const Use& use) {
   constexpr int kRank = Key::kRebuilt ? 256 : 0, kBlocks = Key::kRebuilt ? 2 : 4;
+  constexpr int kTiles = Key::kId == codec::kFp8 ? 2 : 1; // as many bytes in flight as of rows in bf16
   constexpr bool kWide = Value::kCoded && Value::scales(128) == 1;
   if constexpr (Key::kRebuilt && Value::takes(128))
     if (dim == 128 && rank == 160)
@@ -28,7 +27,7 @@ void with_attend_shape(int64_t dim, int64_t rank, const Use& use) {
   const auto with = [&]<int kDim>() {
     if constexpr (Value::takes(kDim))
       return use.template operator()<
-          AttendShape<Key, Value, kDim, kRank, false, 1, kDim == 256 ? kBlocks / 2 : kBlocks>>();
+          AttendShape<Key, Value, kDim, kRank, false, kTiles, kDim == 256 ? kBlocks / 2 : kBlocks>>();
     STD_TORCH_CHECK(false, "values in codec ", Value::kId, " have no head dim ", dim);
   };
   switch (dim) {
@@ -46,15 +45,8 @@ void with_codecs(int64_t key_codec, int64_t value_codec, const Use& use) {
   const bool has_kernel =
       ((Known::Key::kId == key_codec && Known::Value::kId == value_codec &&
         (use.template operator()<Known>(), true)) || ...);
-  if (has_kernel) return;
-  std::string known;
-  const auto name = [&]<class C>() {
-    known += (known.empty() ? "" : ", ") + std::to_string(C::Key::kId) + " with " + std::to_string(C::Value::kId);
-  };
-  (name.template operator()<Known>(), ...);
   STD_TORCH_CHECK(
-      false, "no kernel for keys in codec ", key_codec, " with values in codec ", value_codec, "; there are for ",
-      known);
+      has_kernel, "no kernel for keys in codec ", key_codec, " with values in codec ", value_codec);
 }
 
 template <class Shape>
@@ -74,8 +66,9 @@ void launch_attend(const AttendInputs& in, const AttendOutputs& to, cudaStream_t
 }
 
 // An op of these codecs. The number of splits is what the partial results have room for. Of rows there are no basis,
-// mean, states, first and angles, of values as they are no scale and rotation. With value_slots the values are chunks
-// of a buffer and value_pages its entries of the selected ones.
+// mean, first and angles, of values as they are no scale and rotation. Only fp8 has key_scale, and scale_states for the
+// scale of its values: scales of a state of each kv head. With value_slots the values are chunks of a buffer and
+// value_pages its entries of the selected ones.
 template <class... Known>
 struct AttendSelected {
   // Bytes of shared memory that a block needs; raises if there is no kernel.
@@ -93,11 +86,11 @@ struct AttendSelected {
       const Tensor& q, const Tensor& selected, int64_t key_codec, const Tensor& keys,
       const std::optional<Tensor>& basis, const std::optional<Tensor>& mean, const std::optional<Tensor>& states,
       const std::optional<Tensor>& first, const std::optional<Tensor>& far_angles,
-      const std::optional<Tensor>& near_angles, int64_t rope_dim, double magnitude, const Tensor& key_pages,
-      int64_t value_codec, const Tensor& values,
-      const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation, const Tensor& value_pages,
-      const std::optional<Tensor>& value_slots, const std::optional<Tensor>& log_weight, double score_scale,
-      Tensor& out, Tensor& lse, Tensor& partial) {
+      const std::optional<Tensor>& near_angles, int64_t rope_dim, double magnitude,
+      const std::optional<Tensor>& key_scale, const Tensor& key_pages, int64_t value_codec, const Tensor& values,
+      const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_states,
+      const std::optional<Tensor>& rotation, const Tensor& value_pages, const std::optional<Tensor>& value_slots,
+      const std::optional<Tensor>& log_weight, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
     with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
       using Key = typename P::Key;
       using Value = typename P::Value;
@@ -122,9 +115,10 @@ struct AttendSelected {
             in, dim, keys, *basis, mean, *states, *first, *far_angles, *near_angles, rope_dim, magnitude);
       } else {
         check(keys, "keys", kStored<Key>, {-1, in.heads, kPage / chunk, chunk, dim});
+        if constexpr (Key::kId == codec::kFp8) in.key_scales = head_scales(in, "keys", key_scale, states);
       }
       const int64_t chunks = value_slots ? values.size(2) : kPage / chunk;
-      set_codec_of_values<Value>(in, dim, values, chunks, chunk, scale, rotation);
+      set_codec_of_values<Value>(in, dim, values, chunks, chunk, scale, scale_states, rotation);
       set_places_of_values(in, values, value_pages, value_slots);
       if (in.batch == 0) return;
       const torch::stable::accelerator::DeviceGuard guard(q.get_device());
@@ -145,6 +139,17 @@ struct AttendSelected {
   static constexpr Dtype kStored = Key::kStored == Stored::kBf16   ? Dtype::BFloat16
                                    : Key::kStored == Stored::kInt8 ? Dtype::Char
                                                                    : Dtype::Byte;
+
+  static HeadScales head_scales(
+      const AttendInputs& in, const char* axis, const std::optional<Tensor>& scale,
+      const std::optional<Tensor>& states) {
+    STD_TORCH_CHECK(scale && states, "fp8 ", axis, " need scales and states");
+    check_dense(*scale, "scale of fp8 rows", Dtype::Float, {-1, in.heads, 1}, 1);
+    check_dense(*states, "states", Dtype::Long, {in.batch});
+    return {
+        static_cast<const float*>(scale->data_ptr()), static_cast<const int64_t*>(states->data_ptr()),
+        scale->stride(0)};
+  }
 
   // Sets the fields of keys that are rebuilt from latents.
   template <class Key>
@@ -174,13 +179,17 @@ struct AttendSelected {
   template <class Value>
   static void set_codec_of_values(
       AttendInputs& in, int64_t dim, const Tensor& values, int64_t chunks, int64_t chunk,
-      const std::optional<Tensor>& scale, const std::optional<Tensor>& rotation) {
+      const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_states,
+      const std::optional<Tensor>& rotation) {
     if constexpr (Value::kCoded) {
       STD_TORCH_CHECK(scale, "codes need a scale");
       check(values, "codes", Dtype::Byte, {-1, in.heads, chunks, chunk, Value::row_bytes(int(dim))});
       check_dense(*scale, "scale", Dtype::Half, {-1, in.heads, kPage, Value::scales(int(dim))}, 1);
       in.scale = static_cast<const char*>(scale->data_ptr());
       in.scale_page = scale->stride(0) * 2;
+    } else if constexpr (Value::kId == codec::kFp8) {
+      check(values, "values", Dtype::Byte, {-1, in.heads, chunks, chunk, dim});
+      in.value_scales = head_scales(in, "values", scale, scale_states);
     } else {
       check(values, "values", Dtype::BFloat16, {-1, in.heads, chunks, chunk, dim});
     }
@@ -220,10 +229,10 @@ struct AttendSelected {
   STABLE_TORCH_LIBRARY_FRAGMENT(shadowkv_cuda, m) {                                                                 \
     m.def(#NAME                                                                                                     \
           "(Tensor q, Tensor selected, int key_codec, Tensor keys, Tensor? basis, Tensor? mean, Tensor? states, "   \
-          "Tensor? first, Tensor? far_angles, Tensor? near_angles, int rope_dim, float magnitude, Tensor key_pages, " \
-          "int value_codec, Tensor values, Tensor? scale, Tensor? rotation, Tensor value_pages, "                   \
-          "Tensor? value_slots, Tensor? log_weight, float score_scale, Tensor(a!) out, Tensor(b!) lse, "            \
-          "Tensor(c!) partial) -> ()");                                                                             \
+          "Tensor? first, Tensor? far_angles, Tensor? near_angles, int rope_dim, float magnitude, "                 \
+          "Tensor? key_scale, Tensor key_pages, int value_codec, Tensor values, Tensor? scale, "                    \
+          "Tensor? scale_states, Tensor? rotation, Tensor value_pages, Tensor? value_slots, Tensor? log_weight, "   \
+          "float score_scale, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial) -> ()");                          \
     m.def(#NAME "_memory(int key_codec, int value_codec, int dim, int rank) -> int");                               \
   }                                                                                                                 \
   STABLE_TORCH_LIBRARY_IMPL(shadowkv_cuda, CUDA, m) { m.impl(#NAME, TORCH_BOX(&Op::run)); }                         \

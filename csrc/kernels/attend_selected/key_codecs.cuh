@@ -2,8 +2,8 @@
 //   kId       its id
 //   kStored   dtype of its bytes in PyTorch
 //   kBits     most bits of a number of a row
+//   kHalf     whether rows (of latents, and the basis) are multiplied as half, or as bf16
 //   kRebuilt  whether rows are latents, which a product with a basis turns into keys. These have in addition
-//   kHalf     whether they and the basis are multiplied as half, or as bf16
 //   kLeast    least bits of a latent
 //   decode    latents 32 step + 8 t to 32 step + 8 t + 7 of a row in shared memory, in pairs; the first `strong`
 //             of the row are in 8 bits, if the others have fewer
@@ -22,6 +22,14 @@ struct DenseKeys {
   static constexpr Stored kStored = Stored::kBf16;
   static constexpr int kBits = 16;
   static constexpr bool kRebuilt = false, kHalf = false;
+};
+
+// Rows after RoPE as e4m3, in units of a scale per kv head and state.
+struct Fp8Keys {
+  static constexpr int64_t kId = codec::kFp8;
+  static constexpr Stored kStored = Stored::kBytes;
+  static constexpr int kBits = 8;
+  static constexpr bool kRebuilt = false, kHalf = true;
 };
 
 struct LatentBf16 {

@@ -61,11 +61,13 @@ __device__ __forceinline__ void fill_tables(
     uint32_t x[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int dim = Shape::kLow ? in.rope.dim_of<kDim>(eight, half) : 8 * eight + half * kDim / 2;
+      const int dim = Shape::kLow ? in.rope.dim_of<kDim>(eight, half)
+          : Shape::kFp8Keys      ? 16 * eight + i % 4 * 2 + half * 2 // four in a row for a lane: see below
+                                 : 8 * eight + half * kDim / 2;
       if (query < block.count) x[half] = __ldg(reinterpret_cast<const uint32_t*>(from + dim));
-      if constexpr (Shape::kLow) {
+      if constexpr (Shape::kLow || Shape::kFp8Keys) {
         const float2 both = unpack_bf16(x[half]);
-        const float factor = in.rope.factor(eight);
+        const float factor = Shape::kLow ? in.rope.factor(eight) : 1.f;
         x[half] = bits(__floats2half2_rn(both.x * factor, both.y * factor));
       }
     }
@@ -77,9 +79,20 @@ __device__ __forceinline__ void fill_tables(
 // its latents into fragments, from which `score` rebuilds keys.
 template <class Shape, bool kRebuilt = Shape::kLow>
 struct WarpKeys {
+  static constexpr int kRow = Shape::key_row(0);
+
   __device__ __forceinline__ void load(
       float (&s)[Shape::kTiles][4], const AttendInputs&, const AttendTables<Shape>& tables,
       const AttendTile<Shape>& tile, int) {
+    if constexpr (Shape::kFp8Keys) score_fp8(s, tables, tile);
+    else score_bf16(s, tables, tile);
+  }
+
+  __device__ __forceinline__ void score(float (&)[Shape::kTiles][4], const AttendTables<Shape>&, int) const {}
+
+ private:
+  __device__ static __forceinline__ void score_bf16(
+      float (&s)[Shape::kTiles][4], const AttendTables<Shape>& tables, const AttendTile<Shape>& tile) {
     constexpr int kPairs = Shape::kPairs;
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -88,14 +101,35 @@ struct WarpKeys {
 #pragma unroll
       for (int m = 0; m < Shape::kTiles; ++m) {
         uint32_t k[4];
-        load_matrices(
-            k, shared_address(tile.keys + (16 * m + lane % 16) * Shape::kPlainRow + (j + lane / 16 * kPairs) * 16));
+        load_matrices(k, shared_address(tile.keys + (16 * m + lane % 16) * kRow + (j + lane / 16 * kPairs) * 16));
         mma_bf16(s[m], k, {q.x, q.y});
       }
     }
   }
 
-  __device__ __forceinline__ void score(float (&)[Shape::kTiles][4], const AttendTables<Shape>&, int) const {}
+  // A lane gets four bytes in a row where it gets two of 16 bits: dimensions 16 j + 4t to 16 j + 4t + 3 of tokens g (k0,
+  // and k2 of j + 1) and g + 8 (k1, k3). A product may have its dimensions in any order: 2t, 2t + 1 are the first two of
+  // the four, 2t + 8, 2t + 9 the others, as they are of queries.
+  __device__ static __forceinline__ void score_fp8(
+      float (&s)[Shape::kTiles][4], const AttendTables<Shape>& tables, const AttendTile<Shape>& tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < Shape::kPairs; j += 2) {
+#pragma unroll
+      for (int m = 0; m < Shape::kTiles; ++m) {
+        uint32_t k[4];
+        load_matrices(k, shared_address(tile.keys + (16 * m + lane % 16) * kRow + (j + lane / 16) * 16));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint2 q = tables.queries[(j + i) * 32 + lane];
+          const uint32_t one = k[2 * i], other = k[2 * i + 1];
+          mma_f16(
+              s[m], {half2_of_e4m3(one), half2_of_e4m3(other), half2_of_e4m3(one >> 16), half2_of_e4m3(other >> 16)},
+              {q.x, q.y});
+        }
+      }
+    }
+  }
 };
 
 template <class Shape>

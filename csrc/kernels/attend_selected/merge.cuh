@@ -46,10 +46,10 @@ __device__ __forceinline__ void write_outputs(
   }
 }
 
-// Merges the four warps' results.
+// Merges the four warps' results. Values are in units of value_scale.
 template <class Shape>
 __device__ __forceinline__ void join_warps(
-    const AttendInputs& in, const AttendOutputs& to, AttendSums<Shape>& sums, char* shared) {
+    const AttendInputs& in, const AttendOutputs& to, AttendSums<Shape>& sums, float value_scale, char* shared) {
   constexpr int kDim = Shape::kDim;
   const int head = blockIdx.y, batch = blockIdx.z;
   const BlockQueries block(in);
@@ -65,12 +65,13 @@ __device__ __forceinline__ void join_warps(
   float* const merged = reinterpret_cast<float*>(shared);
   float* const parts = merged + kAttendQueries * Shape::kMergeRow;
   float2* const states = reinterpret_cast<float2*>(parts + kAttendWarps * kAttendQueries * Shape::kMergeRow);
-  float* const mine = parts + warp * kAttendQueries * Shape::kMergeRow + 2 * t * Shape::kMergeRow + g;
+  constexpr int kStep = Shape::kFp8Values ? 2 : 1, kBetween = Shape::kFp8Values ? 1 : 8; // of dimensions
+  float* const mine = parts + warp * kAttendQueries * Shape::kMergeRow + 2 * t * Shape::kMergeRow + kStep * g;
 #pragma unroll
   for (int i = 0; i < kDim / 16; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      mine[j % 2 * Shape::kMergeRow + 16 * i + j / 2 * 8] = WarpValues<Shape>::finish(sums, i, j);
+      mine[j % 2 * Shape::kMergeRow + 16 * i + j / 2 * kBetween] = WarpValues<Shape>::finish(sums, i, j) * value_scale;
   }
   if (g < 2)
     states[warp * kAttendQueries + 2 * t + g] =

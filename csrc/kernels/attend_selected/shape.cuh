@@ -13,6 +13,15 @@ namespace shadowkv {
 constexpr int kAttendWarps = 4;
 constexpr int kAttendQueries = 8; // most query heads of a block: columns of a product
 
+// Scales of fp8 rows.
+struct HeadScales {
+  const float* scales;   // states of [heads]
+  const int64_t* states; // [batch]
+  int64_t state;         // elements between consecutive states
+
+  __device__ __forceinline__ float of(int batch, int head) const { return scales[states[batch] * state + head]; }
+};
+
 // Page strides count bytes between consecutive page ids, the others elements.
 struct AttendInputs {
   const __nv_bfloat16* q;    // [batch, heads * group, dim]
@@ -33,6 +42,7 @@ struct AttendInputs {
   const uint2* near_angles;   // [8, dim / 4], of positions 0 to 7
   const float* rotation;      // [dim, dim], the codec's, for rotated codes
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
+  HeadScales key_scales, value_scales; // of fp8
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
   RopeOrder rope;    // of latents' keys
   float score_scale; // turns q k into a base-2 exponent
@@ -57,19 +67,22 @@ struct AttendShape {
   static constexpr int kDim = kDim_, kRank = kRank_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr bool kExactRank = kExactRank_, kLow = Key::kRebuilt, kCodes = Value::kCoded;
   static constexpr bool kRotated = Value::kRotated;
+  static constexpr bool kFp8Keys = Key::kId == codec::kFp8, kFp8Values = Value::kId == codec::kFp8;
   static constexpr int kScales = Value::scales(kDim);           // of a token; 1 for rows that have none
   static constexpr int kTokens = 16 * kTiles;
   static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that RoPE pairs with others
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
-  static constexpr int kPlainRow = kDim * 2 + 16;               // odd in units of 16 bytes: no bank conflicts
+  static constexpr int kRowGap = 16;                            // rows odd in units of 16 bytes have no bank conflicts
+  static constexpr int kValueRow = kCodes ? 0 : Value::row_bytes(kDim) + kRowGap;
   static constexpr int kMergeRow = kDim + 4;                    // floats
   static constexpr int kAngleRow = kDim * 2 + 32;               // bytes of cos and sin of one position, and a gap
 
   // Most bytes of a token's key in shared memory.
   __host__ __device__ static constexpr int key_bytes(int rank) { return (kLow ? rank : kDim) * Key::kBits / 8; }
-  // A row of latents in shared memory: an odd multiple of what the four lanes of a quad read, to avoid bank conflicts.
+  // A key's row in shared memory. Of latents: an odd multiple of what the four lanes of a quad read, to avoid bank
+  // conflicts.
   __host__ __device__ static constexpr int key_row(int rank) {
-    if constexpr (!kLow) return kPlainRow;
+    if constexpr (!kLow) return key_bytes(rank) + kRowGap;
     else return (key_bytes(rank) / (4 * Key::kLeast) | 1) * 4 * Key::kLeast;
   }
   __host__ __device__ static constexpr int basis_bytes(int rank) { return kLow ? rank * kBasisRow : 0; }
@@ -78,7 +91,7 @@ struct AttendShape {
     return basis_bytes(rank) + (kLow ? kDim * 2 + 8 * kAngleRow : 0) + kPairs * 256;
   }
   __host__ __device__ static constexpr int warp_bytes(int rank) {
-    return kTokens * (key_row(rank) + (kCodes ? 0 : kPlainRow) + 20 + 4 * kScales);
+    return kTokens * (key_row(rank) + kValueRow + 20 + 4 * kScales);
   }
   static constexpr int kMergeBytes = (kAttendWarps + 1) * kAttendQueries * kMergeRow * 4 + 256;
   __host__ __device__ static constexpr int shared_bytes(int rank) {
@@ -129,7 +142,7 @@ struct AttendTile {
       : key_row(Shape::key_row(rank)),
         keys(shared + Shape::table_bytes(rank) + threadIdx.x / 32 * Shape::warp_bytes(rank)),
         values(keys + kTokens * key_row),
-        key_rows(reinterpret_cast<const char**>(values + (Shape::kCodes ? 0 : kTokens * Shape::kPlainRow))),
+        key_rows(reinterpret_cast<const char**>(values + kTokens * Shape::kValueRow)),
         value_rows(key_rows + kTokens),
         positions(reinterpret_cast<int*>(value_rows + kTokens)),
         scales(reinterpret_cast<float*>(positions + kTokens)) {}

@@ -9,7 +9,8 @@ namespace shadowkv {
 template <class Shape>
 struct AttendSums {
   static constexpr int kTiles = Shape::kTiles, kScales = Shape::kScales;
-  float o[Shape::kDim / 16][4] = {}; // weighted values: (dimensions 16 i + g, + 8; queries 2t, 2t + 1)
+  // Weighted values: (dimensions 16 i + g, + 8; queries 2t, 2t + 1), of fp8 (dimensions 16 i + 2g, + 1; ...).
+  float o[Shape::kDim / 16][4] = {};
   // For queries 2t, 2t + 1: largest score, sum of weights, sums of weights x scale.
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {}, coded[kScales][2] = {};
 
@@ -57,7 +58,7 @@ struct AttendSums {
 #pragma unroll
         for (int c = 0; c < kScales; ++c) {
           const float factor = Shape::kCodes ? scale[c][m][half] : 1.f;
-          const uint32_t both = pack_bf16(x * factor, y * factor);
+          const uint32_t both = Shape::kFp8Values ? pack_f16(x, y) : pack_bf16(x * factor, y * factor);
           if constexpr (Shape::kCodes) coded[c][0] += unpack_bf16(both).x, coded[c][1] += unpack_bf16(both).y;
           p[c][m][half] = transpose_matrix(both);
         }

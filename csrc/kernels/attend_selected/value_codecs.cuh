@@ -1,9 +1,9 @@
 // Formats of values, each a class that kernels are made with:
 //   kId        its number
-//   kCoded     whether rows are codes, or bf16. Codes have besides
+//   kCoded     whether rows are codes in units of steps of each token, or floats: bf16, or e4m3 if its id is kFp8
 //   kRotated   whether rows were multiplied by the codec's rotation before they were coded
 //   takes      whether rows of so many dimensions can be coded
-//   row_bytes  of a token
+//   row_bytes  of a token. Codes have besides
 //   scales     steps of a token, each half, of so many equal blocks of its dimensions
 //   Codes      of one token, what a lane owns: of dimensions 16 i + g and 16 i + 8 + g. load(row, g) takes it from
 //              where row.read<n>(to, at) reads n = 16, 8, 4, 2 or 1 bytes
@@ -23,6 +23,15 @@ struct DenseValues {
   static constexpr bool kCoded = false, kRotated = false;
   __host__ __device__ static constexpr bool takes(int dim) { return dim % 16 == 0; }
   __host__ __device__ static constexpr int row_bytes(int dim) { return dim * 2; }
+  __host__ __device__ static constexpr int scales(int dim) { return 1; }
+};
+
+// In units of a scale per kv head and state.
+struct Fp8Values {
+  static constexpr int64_t kId = codec::kFp8;
+  static constexpr bool kCoded = false, kRotated = false;
+  __host__ __device__ static constexpr bool takes(int dim) { return dim % 32 == 0; }
+  __host__ __device__ static constexpr int row_bytes(int dim) { return dim; }
   __host__ __device__ static constexpr int scales(int dim) { return 1; }
 };
 

@@ -7,6 +7,8 @@ namespace shadowkv {
 
 template <class Shape, bool kCoded = Shape::kCodes>
 struct WarpValues {
+  static constexpr int kRow = Shape::kValueRow;
+
   __device__ __forceinline__ void load(const AttendInputs& in, const AttendTile<Shape>& tile) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -15,18 +17,29 @@ struct WarpValues {
       const char* from = tile.value_rows[token];
       const bool exists = from != nullptr; // zeros otherwise: a weight of zero does not remove NaN
       from = (exists ? from : in.values) + lane % 2 * 16;
-      const uint32_t into = shared_address(tile.values + token * Shape::kPlainRow) + lane % 2 * 16;
+      const uint32_t into = shared_address(tile.values + token * kRow) + lane % 2 * 16;
 #pragma unroll
-      for (int unit = 0; unit < Shape::kDim / 16; ++unit) copy16_async(into + unit * 32, from + unit * 32, exists);
+      for (int unit = 0; unit < Shape::Value::row_bytes(Shape::kDim) / 32; ++unit)
+        copy16_async(into + unit * 32, from + unit * 32, exists);
     }
   }
 
   // Adds the weighted values, while one later copy group is in flight.
   __device__ __forceinline__ void add(
       AttendSums<Shape>& sums, const uint32_t (&p)[1][Shape::kTiles][2], const AttendTile<Shape>& tile) const {
-    const int lane = threadIdx.x % 32;
     wait_copy_groups<1>();
     __syncwarp();
+    if constexpr (Shape::kFp8Values) add_fp8(sums, p, tile);
+    else add_bf16(sums, p, tile);
+  }
+
+  // The sum of weighted values, from the sums of products.
+  __device__ static __forceinline__ float finish(const AttendSums<Shape>& sums, int i, int j) { return sums.o[i][j]; }
+
+ private:
+  __device__ static __forceinline__ void add_bf16(
+      AttendSums<Shape>& sums, const uint32_t (&p)[1][Shape::kTiles][2], const AttendTile<Shape>& tile) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Shape::kDim / 16; ++i) {
 #pragma unroll
@@ -34,15 +47,37 @@ struct WarpValues {
         uint32_t v[4];
         load_matrices_transposed(
             v, shared_address(
-                   tile.values + (16 * m + lane % 8 + lane / 16 * 8) * Shape::kPlainRow +
-                   (2 * i + lane / 8 % 2) * 16));
+                   tile.values + (16 * m + lane % 8 + lane / 16 * 8) * kRow + (2 * i + lane / 8 % 2) * 16));
         mma_bf16(sums.o[i], v, p[0][m]);
       }
     }
   }
 
-  // The sum of weighted values, from the sums of products.
-  __device__ static __forceinline__ float finish(const AttendSums<Shape>& sums, int i, int j) { return sums.o[i][j]; }
+  // A lane gets two bytes in a row where it gets one number of 16 bits: dimensions 16 i + 2g, + 1 of tokens 2t, 2t + 1
+  // (v0, and v2 of i + 1) and 2t + 8, 2t + 9 (v1, v3), in the order of tokens. So o has dimension 16 i + 2g where it has
+  // 16 i + g of other rows, and 16 i + 2g + 1 where it has 16 i + 8 + g.
+  __device__ static __forceinline__ void add_fp8(
+      AttendSums<Shape>& sums, const uint32_t (&p)[1][Shape::kTiles][2], const AttendTile<Shape>& tile) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < Shape::kDim / 16; i += 2) {
+#pragma unroll
+      for (int m = 0; m < Shape::kTiles; ++m) {
+        uint32_t v[4];
+        load_matrices_transposed(v, shared_address(tile.values + (16 * m + lane % 16) * kRow + (i + lane / 16) * 16));
+#pragma unroll
+        for (uint32_t& x : v) x = __byte_perm(x, 0, 0x3120); // of the first dimension, then of the other
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint32_t early = v[2 * n], late = v[2 * n + 1];
+          mma_f16(
+              sums.o[i + n],
+              {half2_of_e4m3(early), half2_of_e4m3(early >> 16), half2_of_e4m3(late), half2_of_e4m3(late >> 16)},
+              p[0][m]);
+        }
+      }
+    }
+  }
 };
 
 template <class Shape>

@@ -140,6 +140,22 @@ __device__ __forceinline__ uint32_t mask_and_set(uint32_t x) {
   return y;
 }
 
+// Two e4m3 numbers in the lower half of x as float16, exactly. Older GPUs, which have no instruction for it, read NaN
+// as 480.
+__device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t x) {
+  uint32_t y;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(uint16_t(x)));
+#else
+  // In the upper bytes of two halves, exponents are one bit too high, and their bias is smaller by 8.
+  const uint32_t wide = __byte_perm(x, 0, 0x1404);
+  y = select_bits<0x80008000>(wide, wide >> 1 & 0x3f803f80);
+  const __half2 scaled = __hmul2(half2_of(y), __float2half2_rn(256.0f));
+  y = *reinterpret_cast<const uint32_t*>(&scaled);
+#endif
+  return y;
+}
+
 // Rotates x and y by one angle, as RoPE does: (x, y) to (x cos - y sin, y cos + x sin), of two dimensions each.
 __device__ __forceinline__ void rotate_by_angle(__half2& x, __half2& y, __half2 cosine, __half2 sine) {
   const __half2 old = x;

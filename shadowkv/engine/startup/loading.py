@@ -26,6 +26,7 @@ from shadowkv.engine.startup.sizing import (
 )
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.case import case_of, choose_ops
+from shadowkv.kvcache.codecs import with_names
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.parts import describe, prefill_strategy
@@ -379,7 +380,7 @@ def backend_lines(ops: Ops, device: torch.device, eager: bool) -> list[str]:
     slow = [_fallen(ops, fallen, gpu)] if fallen else []
     for name in of_backend.get("reference", []):
         if ops.reasons[name] and name not in fallen:
-            slow.append(f"{name} runs in PyTorch, {'; '.join(ops.reasons[name])}")
+            slow.append(f"{name} runs in PyTorch, {with_names('; '.join(ops.reasons[name]))}")
     for line in slow:
         lines.append(f"slow    {line}")
         if gpu or fallen:

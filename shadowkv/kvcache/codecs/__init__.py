@@ -6,12 +6,14 @@ A policy names row codecs on its axes ``keys`` (which are then coded after RoPE)
 
 from __future__ import annotations
 
+import re
+
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
 from shadowkv.kvcache.codecs.latents import DenseLatents, Int4Latents, Int8Latents
 from shadowkv.kvcache.codecs.lloyd import LLOYD_ROWS
 from shadowkv.kvcache.codecs.rotated import ROTATED_ROWS
 from shadowkv.kvcache.plugins import checked_name
-from shadowkv.ops.codec import FIRST_OUTSIDE_ID, LatentCodec, RowCodec
+from shadowkv.ops.codec import FIRST_OUTSIDE_ID, CodecId, LatentCodec, RowCodec
 
 ROW_CODECS: dict[str, RowCodec] = {}
 LATENT_CODECS: dict[str, LatentCodec] = {}
@@ -44,6 +46,13 @@ def register(codec: RowCodec | LatentCodec) -> None:
         ROW_CODECS[codec.name] = codec
     else:
         LATENT_CODECS[codec.name] = codec
+
+
+def with_names(reason: str) -> str:
+    """Replaces the ids of codecs by their names in a backend's reason, such as ``codec 12 of keys is unknown``."""
+    known: list[RowCodec | LatentCodec] = [*ROW_CODECS.values(), *LATENT_CODECS.values()]
+    names = {int(CodecId.DENSE): "dense", **{codec.id: codec.name for codec in known}}
+    return re.sub(r"(?<=\bcodec )\d+\b", lambda found: names.get(int(found[0]), found[0]), reason)
 
 
 OURS: list[RowCodec | LatentCodec] = [

@@ -14,6 +14,7 @@ from torch import Tensor
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected.sources import (
     BufferedRows,
+    CentredKeys,
     CodedRows,
     DenseRows,
     KeySource,
@@ -86,12 +87,13 @@ def attend_selected(
     Pages are on the queries' device. Scales of values are in the same pages as the keys.
 
     RoPE, scores of rebuilt keys and products of coded latents are in float16: entries of the basis under 6e-5 lose
-    bits, keys over 65504 overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected`` are read
+    bits, keys over 65504 overflow. So are products of fp8 rows, which become float16 exactly: queries over 65504
+    overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected`` are read
     on the device and are not checked.
 
     Raises:
         RuntimeError: codecs without a kernel, or arguments that the kernel does not support.
-        ValueError: another RoPE, or scales in other pages than the keys.
+        ValueError: another RoPE, scales in other pages than the keys, or coded keys without their mean.
     """
     batch, heads, dim = q.shape
     if not selected.numel():
@@ -101,7 +103,7 @@ def attend_selected(
     _check(keys, values)
     out, lse = torch.empty_like(q), q.new_empty(batch, heads, dtype=torch.float32)
     kv_heads = selected.shape[1]
-    key_codec, rows, *basis = _stored_keys(keys)
+    key_codec, rows, *basis, key_scale = _stored_keys(keys)
     value_codec, *stored = _stored_values(values)
     units = batch * kv_heads * -(-heads // (kv_heads * QUERIES))
     split = splits(units, selected.shape[2] * rows.shape[-2], multiprocessors(q.device))
@@ -109,7 +111,7 @@ def attend_selected(
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
     rope = keys.rotary.config if isinstance(keys, LatentKeys) else RopeConfig(dim)
     score_scale = math.log2(math.e) / math.sqrt(dim) * rope.magnitude  # turns a product into a base-2 exponent
-    keys_of = key_codec, rows, *basis, rope.dim, rope.magnitude, keys.pages
+    keys_of = key_codec, rows, *basis, rope.dim, rope.magnitude, key_scale, keys.pages
     call = (q, selected, *keys_of, value_codec, *stored, log_weight, score_scale)
     _op(key_codec, value_codec)(*call, out, lse, partial)
     return out, lse
@@ -130,41 +132,54 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
 
 
 def _check(keys: KeySource, values: ValueSource) -> None:
-    """Checks RoPE and the pages of scales, because the kernel cannot check them. Raises ValueError."""
+    """Checks what the kernel cannot check: RoPE, the pages of scales, and that coded keys have their mean. Raises
+    ValueError."""
     stored = values.source if isinstance(values, BufferedRows) else values
     if isinstance(keys, LatentKeys):
         rope = keys.rotary.config
         for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
-    if isinstance(stored, CodedRows) and stored.pages_of_scales.data_ptr() != keys.pages.data_ptr():
+    if isinstance(keys, CentredKeys):
+        raise ValueError(NOT_CENTRED)
+    if not isinstance(stored, CodedRows) or not stored.scale.shape[-1]:
+        return
+    if stored.pages_of_scales.data_ptr() != keys.pages.data_ptr():
         raise ValueError("scales of values are not in the pages of the keys")
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for keys: the codec's id and the rows; then, for latents, basis, mean, states,
-    first positions and ``_angles``. For other keys, these are None."""
+    """Returns the kernel's arguments for keys: the codec's id and the rows; then basis, mean, states, first positions
+    and ``_angles`` of latents; then the scales of fp8 rows, whose states are among these arguments, too. What keys do
+    not have is None."""
     match keys:
         case DenseRows():
-            return CodecId.DENSE, keys.rows, *[None] * 6
+            return CodecId.DENSE, keys.rows, *[None] * 7
         case CodedRows():
-            return keys.codec.id, keys.codes, *[None] * 6
+            return keys.codec.id, keys.codes, None, None, keys.states, None, None, None, _scale_of_heads(keys)
         case LatentKeys():
             state = keys.basis, keys.mean, keys.states, keys.first
-            return keys.codec.id, keys.latents, *state, *_angles(keys.rotary)
+            return keys.codec.id, keys.latents, *state, *_angles(keys.rotary), None
 
 
 def _stored_values(values: ValueSource) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for values: the codec's id, rows or codes, scales, and the codec's rotation; then
-    pages and None, or for a buffer its entries and slots."""
+    """Returns the kernel's arguments for values: the codec's id, rows or codes, scales, the states of fp8's scales, and
+    the codec's rotation; then pages and None, or for a buffer its entries and slots."""
     match values:
         case DenseRows():
-            return CodecId.DENSE, values.rows, None, None, values.pages, None
+            return CodecId.DENSE, values.rows, None, None, None, values.pages, None
         case CodedRows():
             rotation = None if values.rotation is None else values.rotation.contiguous()
-            return values.codec.id, values.codes, values.scale, rotation, values.pages, None
+            of_heads = _scale_of_heads(values)
+            scale = values.scale if of_heads is None else of_heads
+            return values.codec.id, values.codes, scale, values.states, rotation, values.pages, None
         case BufferedRows():
-            codec, _, scale, rotation, _, _ = _stored_values(values.source)
-            return codec, values.rows, scale, rotation, values.entries, values.slots
+            codec, _, scale, states, rotation, _, _ = _stored_values(values.source)
+            return codec, values.rows, scale, states, rotation, values.entries, values.slots
+
+
+def _scale_of_heads(rows: CodedRows) -> Tensor | None:
+    """The scale of each kv head, float32 [states, H, 1], of fp8 rows; None for other rows."""
+    return rows.state[0] if rows.codec.id == CodecId.FP8 else None
 
 
 def splits(units: int, tokens: int, processors: int) -> int:
