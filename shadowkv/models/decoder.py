@@ -51,9 +51,12 @@ class Decoder(nn.Module):
             more for a draft head.
         prompt_states: the final hidden states [n, D] that the last prefill has computed for the draft head, prompt by
             prompt; None if the head has read them, or if there is no head.
+        graph_states: [T, D], where a CUDA graph leaves the final hidden states of its prompts' tokens, up to T; None
+            without a draft head or without graphs.
     """
 
     prompt_states: Tensor | None
+    graph_states: Tensor | None
 
     embedding: nn.Parameter | QuantizedMatrix
     head: nn.Parameter | QuantizedMatrix | None
@@ -84,7 +87,7 @@ class Decoder(nn.Module):
             self.norm = StreamMixer(spec, injects=False)
         self.head = None if config.tie_word_embeddings else self._table(row_blocks.get("head"))
         self.states: Tensor | None = None
-        self.prompt_tail, self.prompt_states = 1, None
+        self.prompt_tail, self.prompt_states, self.graph_states = 1, None, None
         self.draft_head = None
         if config.draft_head:
             own, of_head = config.of_draft_head, _within("draft_head.", row_blocks)

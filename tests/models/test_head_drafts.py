@@ -159,18 +159,19 @@ def test_drafts_are_those_of_a_plain_loop(
         assert {0, 1, 2, 3} == set(accepted)
 
 
-@pytest.mark.parametrize("kind", ["unlike", "hybrid"])
+@pytest.mark.parametrize(("kind", "graphs"), [("unlike", False), ("unlike", True), ("hybrid", False)])
 @pytest.mark.parametrize("window", [2048, 100, 40])
 def test_prompts_are_read_however_they_are_computed(
-    kind: str, window: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    kind: str, graphs: bool, window: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In blocks, packed and in a step of others, alone and with log-probabilities. The window is longer than the
-    prompts, or shorter, or shorter than the last queries that other policies learn from."""
+    """In blocks, packed and in a step of others, also in a graph, and with log-probabilities. The window is longer than
+    the prompts, or shorter, or shorter than the last queries that other policies learn from."""
     monkeypatch.setattr("shadowkv.models.configs.model_config.DRAFT_WINDOW", window)
     monkeypatch.setitem(forward.BLOCK_TOKENS, "cpu", 64)
     path, theirs = request.getfixturevalue(kind)
-    engine = engine_of(path)
-    seen, texts = watch(engine, monkeypatch), [prompt(1, 300), prompt(2, 20), prompt(3, 31), prompt(4, 1)]
+    engine = engine_of(path, device="cpu")
+    of_model = give_graphs(engine, monkeypatch, 0)[0].graphs if graphs else {}
+    seen, texts = watch(engine, monkeypatch), [prompt(1, 300), prompt(2, 50), prompt(3, 9), prompt(4, 1)]
     said = list[TokenOutput]()
     engine.add_request("blocks", texts[0], replace(GREEDY, max_tokens=30))
     while engine.has_work and not any(output.token_ids for output in said):
@@ -182,6 +183,7 @@ def test_prompts_are_read_however_they_are_computed(
     texts.append(prompt(5, 130))
     engine.add_request("scored", texts[-1], replace(GREEDY, max_tokens=20, prompt_logprobs=1))
     drain(engine)
+    assert any(key[0] == cuda_graphs.PROMPT_ROWS[0] for key in of_model) == graphs
     for text in texts:
         of_text = [one for one in seen if one.prompt == text]
         assert of_text[0].cached == 0 and len(of_text) > 3
@@ -446,6 +448,7 @@ def give_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch, eager_steps: in
     runner, head, sizes = engine.runner, engine.head, (engine.config.max_rows, engine.model_config.vocab_size)
     assert head is not None
     runner.graphs = CudaGraphs(runner.cache, runner.step, *sizes)
+    runner.model.graph_states = torch.zeros(cuda_graphs.PROMPT_ROWS[-1], engine.model_config.hidden_size)
     head.graphs = CudaGraphs(head.cache, head.step, *sizes, logits=runner.graphs.logits)
     engine.decode_steps.run_ahead = True
     return runner.graphs, head.graphs

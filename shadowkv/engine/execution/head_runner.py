@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shadowkv.engine.execution.cuda_graphs import PROMPT_ROWS
 from shadowkv.engine.execution.forward import Flow, forward, run_through
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.kvcache.kv_cache import KVCache
@@ -43,6 +44,8 @@ class HeadRunner(Runner):
         model.prompt_tail = self.window
         self._of_model = model.states = torch.zeros(rows, size, dtype=model.dtype, device=cache.device)
         self._kept = torch.zeros(kept, size, dtype=model.dtype, device=cache.device)
+        if of_model.graphs is not None:
+            model.graph_states = torch.zeros(PROMPT_ROWS[-1], size, dtype=model.dtype, device=cache.device)
 
     @property
     def window(self) -> int:
@@ -50,11 +53,6 @@ class HeadRunner(Runner):
         window = self.cache.layout.main.window
         assert window is not None, "ModelConfig.of_draft_head has one"
         return window
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether the hidden states of prompts wait for ``begin``. There are none after a pass that is a CUDA graph."""
-        return self._model.prompt_states is not None
 
     @torch.inference_mode()
     def begin(self, sequences: list[CachedSequence], tokens: Sequence[list[int]], places: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -212,7 +213,14 @@ class Runner:
             return None
         logits = self.graphs.run(plan, tokens, sources, new, ids)
         if logits is not None:
-            self.cache.end_exact_prompts(new, [len(prompt) for prompt in ids])
+            lengths = [len(prompt) for prompt in ids]
+            self.cache.end_exact_prompts(new, lengths)
+            if prompts and self.model.graph_states is not None:
+                tails = [
+                    torch.arange(stop - min(tokens, self.model.prompt_tail), stop)
+                    for tokens, stop in zip(lengths, accumulate(lengths), strict=True)
+                ]
+                self.model.prompt_states = self.model.graph_states[upload(torch.cat(tails), self.cache.device)]
         return logits
 
     def _uncaptured(
@@ -260,7 +268,8 @@ class Runner:
             ids = torch.cat((ids, prompts.ids))
             hidden = self.model.embed(ids)
             own = self.model.layer_inputs(ids, hidden)
-            flows = [Flow(hidden, batch, batch.where_needed(prompts.rows), own=own)]
+            keeps = self.model.graph_states is not None  # a draft head reads all tokens of the prompts
+            flows = [Flow(hidden, batch, None if keeps else batch.where_needed(prompts.rows), own=own)]
         else:
             hidden = self.model.embed(ids)
             if self._fused is not None and self.cache.query_hook is None:  # fused layers do not call the hook
@@ -270,6 +279,10 @@ class Runner:
             of_parts = zip(hidden.split(counts), parts, ids.split(counts), strict=True)
             flows = [Flow(x, part, own=self.model.layer_inputs(own, x)) for x, part, own in of_parts]
         run_through(forward(self._kinds if dry_run else self.layers, self.cache, flows))
+        if prompts is not None and self.model.graph_states is not None:
+            normed = self.model.normed(flows[0].x, flows[0].added)
+            self.model.graph_states[: len(prompts.ids)] = normed[plan.num_rows :]
+            return self.model.kept_scores(normed[prompts.rows])
         if len(flows) == 1:
             return self.model.scores(flows[0].x, flows[0].added)
         x, added = (torch.cat([getattr(flow, name) for flow in flows]) for name in ("x", "added"))

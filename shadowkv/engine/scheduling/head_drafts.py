@@ -75,10 +75,8 @@ class HeadDrafts(ModelDrafts):
         self._contexts: dict[Request, _Context] = {}
 
     def prompted(self, requests: Sequence[Request]) -> None:
-        """Appends rows of the prompts to new sequences of the head. A request whose prompt was part of a CUDA graph has
-        none: its hidden states are not kept. Nor has any if memory is short."""
-        if not self._head.has_prompts:
-            return
+        """Appends rows of the prompts to new sequences of the head. If memory is short, nothing is appended, and the
+        context of these requests begins with their answers."""
         self._release_ended()
         sequences, following, places = list[CachedSequence](), list[list[int]](), list[int]()
         for request in requests:

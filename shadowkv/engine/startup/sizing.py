@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.cuda_graphs import PROMPT_ROWS
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.kvcache.memory.arenas import Blocks
@@ -247,8 +248,8 @@ def head_bytes(model: ModelConfig, dtype: torch.dtype, max_model_len: int, seque
     layout, states = head_layout(model, dtype, max_model_len), kept_states(drafted)
     pages = layout.tier_bytes(head_blocks(layout, sequences))["device"]
     # Hidden states that are kept, and those of the rows of a step: the model's, the head's inputs, and the head's
-    # outputs.
-    hidden = 4 * sequences * states * model.hidden_size * dtype.itemsize
+    # outputs. Then those of the prompts in a CUDA graph.
+    hidden = (4 * sequences * states + PROMPT_ROWS[-1]) * model.hidden_size * dtype.itemsize
     return (
         pages
         + layout.fixed_bytes(sequences)
