@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_cuda_attend_selected import DEVICE, SHAPES, attend, buffered, check, check_replay, log_weights, selections
+from test_cuda_attend_selected import (
+    DEVICE,
+    SHAPES,
+    YARN,
+    attend,
+    buffered,
+    check,
+    check_replay,
+    log_weights,
+    selections,
+)
 from test_cuda_attend_selected_cases import CASE
 
 from shadowkv.kvcache.codecs.fp8 import Fp8Rows
@@ -13,7 +23,6 @@ from shadowkv.kvcache.memory.arenas import Field, Tier
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.attend_selected import cuda
 from shadowkv.ops.attend_selected.sources import CentredKeys, CodedRows
-from shadowkv.ops.case import NOT_CENTRED
 from shadowkv.ops.codec import CodecId
 from shadowkv.ops.page import PAGE
 
@@ -32,9 +41,11 @@ def problem(
     chunk: int = 8,
     count: int = 21,
     in_buffer: bool = False,
+    mean: float | None = None,
+    **rope: object,
 ) -> tuple:
-    """q, keys, values and selected. Chunks that are not selected, and scales of no row, are NaN. Keys and values have
-    pages and states of their own."""
+    """q, keys, values and selected. Chunks that are not selected, and states of no row, are NaN. Keys and values have
+    pages and states of their own. Keys are stored without their mean if ``mean`` gives its size."""
     codec, batch, chunks = Fp8Rows(), len(tokens), PAGE // chunk
     pages = max(1, max(-(-length // PAGE) for length in tokens))
     selected = selections(tokens, heads, count, chunk).to(DEVICE)
@@ -56,6 +67,12 @@ def problem(
         view[table[row, chosen // chunks], head, chosen % chunks] = codes
         sources.append(CodedRows(view, scale, codec, dim, None, table, None, (state,), states))
     keys, values = sources
+    if mean is not None:
+        means = torch.full((2 * batch, heads, dim), math.nan, device=DEVICE)
+        means[keys.states] = mean * torch.randn(batch, heads, dim, device=DEVICE)
+        first = PAGE * torch.randint(0, 4, (batch,), device=DEVICE)
+        rotary = RotaryTables(RopeConfig(dim, **rope), (pages + 3) * PAGE, DEVICE)
+        keys = CentredKeys(**vars(keys), mean=means, first=first, rotary=rotary)
     q = (2 * torch.randn(batch, heads * group, dim, device=DEVICE)).bfloat16()
     return q, keys, buffered(values, selected) if in_buffer else values, selected
 
@@ -101,21 +118,39 @@ def test_every_number_is_read_exactly() -> None:
     torch.testing.assert_close(lse[0, 0], q[0, 0].float() @ key / 16, rtol=1e-5, atol=1e-3)
 
 
-def test_captured_call_equals_the_eager_one() -> None:
-    check_replay(problem(2, 4, 128, tokens=[900, 300]))
+@pytest.mark.parametrize(("heads", "group", "dim"), SHAPES)
+def test_keys_without_their_mean(heads: int, group: int, dim: int) -> None:
+    for tokens in ([700, 0, 64, 129, 8], [1000]):
+        args = problem(heads, group, dim, tokens=tokens, mean=1.0)
+        check(args, attend(args))
 
 
-def test_keys_without_their_mean_are_refused() -> None:
-    q, keys, values, selected = problem(2, 4, 128, tokens=[900, 300])
-    mean, first = torch.zeros(4, 2, 128, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    rotary = RotaryTables(RopeConfig(128), 1024, DEVICE)
-    with pytest.raises(ValueError, match=NOT_CENTRED):
-        cuda.attend_selected(q, CentredKeys(**vars(keys), mean=mean, first=first, rotary=rotary), values, selected)
+@pytest.mark.parametrize("rotary", [32, 128])
+@pytest.mark.parametrize("rope", [{}, YARN], ids=["no magnitude", "magnitude"])
+def test_keys_without_a_large_mean(monkeypatch: pytest.MonkeyPatch, rotary: int, rope: dict[str, object]) -> None:
+    args = problem(2, 4, 128, tokens=[900, 300], chunk=1, count=300, mean=4.0, rotary_dim=rotary, **rope)
+    check(args, attend(args))
+    monkeypatch.setattr(cuda, "splits", lambda *_: 3)
+    args = (*args, log_weights(args[3]))
+    check(args, attend(args))
+
+
+@pytest.mark.parametrize("mean", [None, 1.0])
+def test_captured_call_equals_the_eager_one(mean: float | None) -> None:
+    check_replay(problem(2, 4, 128, tokens=[900, 300], mean=mean))
+
+
+def test_only_rope_in_halves_rotates_a_mean() -> None:
+    args = problem(2, 4, 128, tokens=[900, 300], mean=1.0, interleaved=True)
+    with pytest.raises(ValueError, match="RoPE rotates 128 of 128 dimensions in neighbours"):
+        cuda.attend_selected(*args)
 
 
 def test_what_is_supported_is_told_beforehand() -> None:
     case = replace(CASE, rank=0, key_codec=CodecId.FP8, value_codec=CodecId.FP8)
-    assert cuda.supports(case) == []
-    assert cuda.supports(replace(case, centred=True)) == [NOT_CENTRED]
+    assert cuda.supports(case) == cuda.supports(replace(case, centred=True)) == []
+    assert cuda.supports(replace(case, interleaved=True)) == []
+    (told,) = cuda.supports(replace(case, centred=True, interleaved=True))
+    assert "in neighbours" in told
     (told,) = cuda.supports(replace(case, value_codec=CodecId.DENSE))
     assert "no kernel for keys in codec 12 with values in codec 0" in told

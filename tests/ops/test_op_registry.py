@@ -340,13 +340,15 @@ def test_rows_of_8_bit_floats_have_kernels(
     assert reason is None or reason in ops.reasons["attend_coded"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"centred": True}])
-def test_selected_8_bit_floats_have_a_kernel_unless_they_are_without_their_mean(
-    built: None, changes: dict[str, bool]
-) -> None:
-    ops = Ops("cuda", replace(TURBO, rank=0, key_codec=12, value_codec=12, chunk=1, **changes))
-    assert ops.backends["attend_selected"] == ("reference" if changes else "cuda")
-    assert ("cuda: coded keys are stored without their mean" in ops.reasons["attend_selected"]) == bool(changes)
+@pytest.mark.parametrize("centred", [False, True])
+def test_selected_8_bit_floats_have_a_kernel(built: None, centred: bool) -> None:
+    case = replace(TURBO, rank=0, key_codec=12, value_codec=12, chunk=1, centred=centred)
+    assert Ops("cuda", case).backends["attend_selected"] == "cuda"
+    without_mean = replace(case, centred=True, interleaved=True), replace(case, centred=True, key_codec=5)
+    for other, reason in zip(without_mean, ("in neighbours", "stored without their mean"), strict=True):
+        ops = Ops("cuda", other)
+        assert ops.backends["attend_selected"] == "reference"
+        assert any(told.startswith("cuda: ") and reason in told for told in ops.reasons["attend_selected"])
 
 
 @pytest.mark.parametrize(

@@ -45,30 +45,40 @@ inline void check_pages(const Tensor& x, const char* name) {
   check_aligned(address(x) | bytes_apart(x), name, unit);
 }
 
+// Sets what keys that RoPE has yet to rotate have in addition.
+template <class Inputs>
+void set_positions(
+    Inputs& in, int64_t dim, const Tensor& states, const Tensor& first, int64_t rope_dim, double magnitude) {
+  STD_TORCH_CHECK(
+      rope_dim > 0 && rope_dim <= dim && rope_dim % 16 == 0, "RoPE of ", rope_dim, " of ", dim,
+      " dimensions, not of a multiple of 16");
+  in.rope = {int(rope_dim / 16), float(1 / magnitude)};
+  check_dense(states, "states", Dtype::Long, {in.batch});
+  check_dense(first, "first", Dtype::Long, {in.batch});
+  in.states = static_cast<const int64_t*>(states.data_ptr());
+  in.first = static_cast<const int64_t*>(first.data_ptr());
+}
+
+template <class Inputs>
+void set_mean(Inputs& in, int64_t dim, const Tensor& mean) {
+  in.mean_is_float = mean.scalar_type() == Dtype::Float;
+  check(mean, "mean", in.mean_is_float ? Dtype::Float : Dtype::BFloat16, {-1, in.heads, dim});
+  check_pages(mean, "mean");
+  in.mean = mean.data_ptr();
+  in.mean_state = mean.stride(0);
+}
+
 // Sets what latents have in addition.
 template <class Inputs>
 void set_basis(
     Inputs& in, int64_t dim, int64_t rank, const Tensor& basis, const std::optional<Tensor>& mean, const Tensor& states,
     const Tensor& first, int64_t rope_dim, double magnitude) {
-  STD_TORCH_CHECK(
-      rope_dim > 0 && rope_dim <= dim && rope_dim % 16 == 0, "RoPE of ", rope_dim, " of ", dim,
-      " dimensions, not of a multiple of 16");
-  in.rope = {int(rope_dim / 16), float(1 / magnitude)};
+  set_positions(in, dim, states, first, rope_dim, magnitude);
   check(basis, "basis", Dtype::BFloat16, {-1, rank, in.heads, dim});
   check_pages(basis, "basis");
-  check_dense(states, "states", Dtype::Long, {in.batch});
-  check_dense(first, "first", Dtype::Long, {in.batch});
-  if (mean) {
-    in.mean_is_float = mean->scalar_type() == Dtype::Float;
-    check(*mean, "mean", in.mean_is_float ? Dtype::Float : Dtype::BFloat16, {-1, in.heads, dim});
-    check_pages(*mean, "mean");
-    in.mean = mean->data_ptr();
-    in.mean_state = mean->stride(0);
-  }
+  if (mean) set_mean(in, dim, *mean);
   in.basis = static_cast<const __nv_bfloat16*>(basis.data_ptr());
   in.basis_state = basis.stride(0);
-  in.states = static_cast<const int64_t*>(states.data_ptr());
-  in.first = static_cast<const int64_t*>(first.data_ptr());
 }
 
 } // namespace shadowkv

@@ -26,8 +26,8 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 
   // The first tile's page ids are in flight while the tables are filled.
   TileWalk<Shape> walk(in, tile);
-  const int64_t state = Shape::kLow ? in.states[batch] : 0;
-  const int first = Shape::kLow ? int(in.first[batch]) : 0;
+  const int64_t state = Shape::kAngles ? in.states[batch] : 0;
+  const int first = Shape::kAngles ? int(in.first[batch]) : 0;
   const float score_scale = in.score_scale * (Shape::kFp8Keys ? in.key_scales.of(batch, head) : 1.f);
   const float value_scale = Shape::kFp8Values ? in.value_scales.of(batch, head) : 1.f;
   walk.advance();
@@ -46,6 +46,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
     float s[kTiles][4] = {}; // scores: (tokens g, g + 8; queries 2t, 2t + 1)
     WarpKeys<Shape> keys;
     keys.load(s, in, tables, tile, rank);
+    if constexpr (Shape::kCentred) keys.add_mean(s, score_scale, in, tables, tile);
     WarpValues<Shape> values;
     values.load(in, tile);
     close_copy_group();
@@ -70,7 +71,7 @@ __global__ __launch_bounds__(kAttendWarps * 32, Shape::kBlocks) void attend_sele
 
     keys.score(s, tables, rank);
     uint32_t p[kScales][kTiles][2];
-    sums.weigh(p, s, valid_now, score_scale, log_weight, scale);
+    sums.weigh(p, s, valid_now, Shape::kCentred ? 1.f : score_scale, log_weight, scale);
     values.add(sums, p, tile);
   }
   join_warps(in, to, sums, value_scale, shared);

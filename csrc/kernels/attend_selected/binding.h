@@ -65,10 +65,10 @@ void launch_attend(const AttendInputs& in, const AttendOutputs& to, cudaStream_t
   check_launch("attend_selected's merge");
 }
 
-// An op of these codecs. The number of splits is what the partial results have room for. Of rows there are no basis,
-// mean, first and angles, of values as they are no scale and rotation. Only fp8 has key_scale, and scale_states for the
-// scale of its values: scales of a state of each kv head. With value_slots the values are chunks of a buffer and
-// value_pages its entries of the selected ones.
+// An op of these codecs. The number of splits is what the partial results have room for. Of rows there is no basis, and
+// mean, first and angles only if they are stored without their mean; of values as they are there are no scale and
+// rotation. Only fp8 has key_scale, and scale_states for the scale of its values: one of each state and kv head. With
+// value_slots the values are chunks of a buffer and value_pages its entries of the selected ones.
 template <class... Known>
 struct AttendSelected {
   // Bytes of shared memory that a block needs; raises if there is no kernel.
@@ -76,7 +76,8 @@ struct AttendSelected {
     int64_t bytes = 0;
     with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
       if constexpr (P::Key::kRebuilt) check_rank(rank);
-      with_attend_shape<typename P::Key, typename P::Value>(
+      using Key = std::conditional_t<P::Key::kId == codec::kFp8, CentredFp8Keys, typename P::Key>; // needs the most
+      with_attend_shape<Key, typename P::Value>(
           dim, rank, [&]<class Shape>() { bytes = Shape::shared_bytes(int(rank)); });
     });
     return bytes;
@@ -91,9 +92,7 @@ struct AttendSelected {
       const std::optional<Tensor>& scale, const std::optional<Tensor>& scale_states,
       const std::optional<Tensor>& rotation, const Tensor& value_pages, const std::optional<Tensor>& value_slots,
       const std::optional<Tensor>& log_weight, double score_scale, Tensor& out, Tensor& lse, Tensor& partial) {
-    with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
-      using Key = typename P::Key;
-      using Value = typename P::Value;
+    const auto attend = [&]<class Key, class Value>() {
       const int64_t dim = q.size(2), chunk = keys.size(-2);
       const int64_t splits = partial.size(2);
       AttendInputs in = {};
@@ -116,6 +115,13 @@ struct AttendSelected {
       } else {
         check(keys, "keys", kStored<Key>, {-1, in.heads, kPage / chunk, chunk, dim});
         if constexpr (Key::kId == codec::kFp8) in.key_scales = head_scales(in, "keys", key_scale, states);
+        if constexpr (std::is_same_v<Key, CentredFp8Keys>) {
+          STD_TORCH_CHECK(first && far_angles && near_angles, "keys without their mean need positions and angles");
+          set_positions(in, dim, *states, *first, rope_dim, magnitude);
+          set_angles(in, dim, *far_angles, *near_angles);
+          set_mean(in, dim, *mean);
+          STD_TORCH_CHECK(in.mean_is_float, "the mean of coded keys is not float32");
+        }
       }
       const int64_t chunks = value_slots ? values.size(2) : kPage / chunk;
       set_codec_of_values<Value>(in, dim, values, chunks, chunk, scale, scale_states, rotation);
@@ -127,6 +133,11 @@ struct AttendSelected {
           static_cast<float*>(partial.data_ptr())};
       with_attend_shape<Key, Value>(
           dim, in.rank, [&]<class Shape>() { launch_attend<Shape>(in, to, current_stream(q)); });
+    };
+    with_codecs<Known...>(key_codec, value_codec, [&]<class P>() {
+      if constexpr (P::Key::kId == codec::kFp8)
+        if (mean) return attend.template operator()<CentredFp8Keys, typename P::Value>();
+      attend.template operator()<typename P::Key, typename P::Value>();
     });
   }
 
@@ -160,8 +171,7 @@ struct AttendSelected {
     const int64_t rank = basis.size(1), chunk = latents.size(-2);
     check_rank(rank);
     set_basis(in, dim, rank, basis, mean, states, first, rope_dim, magnitude);
-    check_dense(far_angles, "far angles", Dtype::Half, {-1, dim / 4, 2, 2});
-    check_dense(near_angles, "near angles", Dtype::Half, {8, dim / 4, 2, 2});
+    set_angles(in, dim, far_angles, near_angles);
     const int64_t width = latents.size(-1), bits = width * int64_t(latents.element_size()) * 8;
     // The number in 8 bits, where the others have fewer; a multiple of 32, like the rank.
     if constexpr (Key::kLeast < Key::kBits) in.strong = int((bits - rank * Key::kLeast) / (Key::kBits - Key::kLeast));
@@ -170,9 +180,14 @@ struct AttendSelected {
         in.strong >= 0 && in.strong <= rank && in.strong % 32 == 0 &&
             bits == (rank - in.strong) * Key::kLeast + in.strong * Key::kBits,
         "latents of rank ", rank, " have no rows of ", width, " elements");
+    in.rank = int(rank);
+  }
+
+  static void set_angles(AttendInputs& in, int64_t dim, const Tensor& far_angles, const Tensor& near_angles) {
+    check_dense(far_angles, "far angles", Dtype::Half, {-1, dim / 4, 2, 2});
+    check_dense(near_angles, "near angles", Dtype::Half, {8, dim / 4, 2, 2});
     in.far_angles = static_cast<const uint2*>(far_angles.data_ptr());
     in.near_angles = static_cast<const uint2*>(near_angles.data_ptr());
-    in.rank = int(rank);
   }
 
   // Sets the fields that values have due to their codec; chunks: per head, in an entry of the first dimension.

@@ -32,6 +32,9 @@ struct Fp8Keys {
   static constexpr bool kRebuilt = false, kHalf = true;
 };
 
+// The same without their mean: key = RoPE(mean) + row.
+struct CentredFp8Keys : Fp8Keys {};
+
 struct LatentBf16 {
   static constexpr int64_t kId = codec::kLatentDense;
   static constexpr Stored kStored = Stored::kBf16;

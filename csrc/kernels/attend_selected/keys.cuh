@@ -5,6 +5,36 @@
 
 namespace shadowkv {
 
+// Fills the table of the products of a block's queries q with the mean m. A token's score is by the angle a of its
+// position, summed over pairs of dimensions x and y, (q_x m_x + q_y m_y) cos a + (q_y m_x - q_x m_y) sin a. The second
+// factor of a product: lanes have these two terms of pairs 8 j + 2t, + 1, for query g.
+template <class Shape>
+__device__ __forceinline__ void fill_mean_products(
+    const AttendInputs& in, const AttendTables<Shape>& to, int64_t state) {
+  constexpr int kDim = Shape::kDim;
+  const int head = blockIdx.y, batch = blockIdx.z;
+  const BlockQueries block(in);
+  const float* const mean = static_cast<const float*>(in.mean) + state * in.mean_state + head * kDim;
+  for (int i = threadIdx.x; i < Shape::kPairs * 32; i += kAttendWarps * 32) {
+    const int query = i % 32 / 4, eight = i / 32;
+    float2 along = {}, across = {};
+    if (query < block.count) {
+      const __nv_bfloat16* from = in.q + ((int64_t(batch) * in.heads + head) * in.group + block.first + query) * kDim;
+      float2 q[2], m[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int dim = in.rope.dim_of<kDim>(eight, half) + i % 4 * 2;
+        q[half] = unpack_bf16(__ldg(reinterpret_cast<const uint32_t*>(from + dim)));
+        m[half] = *reinterpret_cast<const float2*>(mean + dim);
+      }
+      const float scale = in.score_scale * in.rope.factor(eight) / in.rope.still; // rotated ones have the magnitude
+      along = make_float2((q[0].x * m[0].x + q[1].x * m[1].x) * scale, (q[0].y * m[0].y + q[1].y * m[1].y) * scale);
+      across = make_float2((q[1].x * m[0].x - q[0].x * m[1].x) * scale, (q[1].y * m[0].y - q[0].y * m[1].y) * scale);
+    }
+    reinterpret_cast<uint2*>(to.mean)[i] = make_uint2(pack_f16(along.x, along.y), pack_f16(across.x, across.y));
+  }
+}
+
 // Fills the tables of a block for one sequence and head. Copies complete with the thread's other copies.
 template <class Shape>
 __device__ __forceinline__ void fill_tables(
@@ -31,12 +61,6 @@ __device__ __forceinline__ void fill_tables(
         copy16_async(shared_address(into), at);
       }
     }
-    for (int i = threadIdx.x; i < kDim; i += kAttendWarps * 32) {
-      constexpr int kRowUnits = kDim / 8;
-      copy16_async(
-          shared_address(to.near_angles + i / kRowUnits * Shape::kAngleRow + i % kRowUnits * 16),
-          reinterpret_cast<const char*>(in.near_angles) + i * 16);
-    }
     // The mean and the queries lie as lanes need them: two dimensions and the two that RoPE pairs them with.
     if (threadIdx.x < kDim / 4) {
 #pragma unroll
@@ -49,10 +73,19 @@ __device__ __forceinline__ void fill_tables(
         else if (in.mean != nullptr)
           x = unpack_bf16(
               *reinterpret_cast<const uint32_t*>(static_cast<const __nv_bfloat16*>(in.mean) + at));
-        to.mean[2 * threadIdx.x + half] = __float22half2_rn(x);
+        reinterpret_cast<__half2*>(to.mean)[2 * threadIdx.x + half] = __float22half2_rn(x);
       }
     }
   }
+  if constexpr (Shape::kAngles) {
+    for (int i = threadIdx.x; i < kDim; i += kAttendWarps * 32) {
+      constexpr int kRowUnits = kDim / 8;
+      copy16_async(
+          shared_address(to.near_angles + i / kRowUnits * Shape::kAngleRow + i % kRowUnits * 16),
+          reinterpret_cast<const char*>(in.near_angles) + i * 16);
+    }
+  }
+  if constexpr (Shape::kCentred) fill_mean_products(in, to, state);
 #pragma unroll
   for (int i = threadIdx.x; i < kPairs * 32; i += kAttendWarps * 32) {
     const int query = i % 32 / 4, eight = i / 32;
@@ -88,6 +121,41 @@ struct WarpKeys {
     else score_bf16(s, tables, tile);
   }
 
+  // Turns scores of centred keys into base-2 exponents, and adds those of the mean.
+  __device__ __forceinline__ void add_mean(
+      float (&s)[Shape::kTiles][4], float scale, const AttendInputs& in, const AttendTables<Shape>& tables,
+      const AttendTile<Shape>& tile) const {
+    constexpr int kTiles = Shape::kTiles;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint2* far[kTiles][2]; // cos and sin of the tokens' positions, in two factors
+    const char* near[kTiles][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const int at = tile.positions[8 * i + g];
+      far[i / 2][i % 2] = in.far_angles + int64_t(at / 8) * (Shape::kDim / 4) + t;
+      near[i / 2][i % 2] = tables.near_angles + at % 8 * Shape::kAngleRow + t * 8;
+#pragma unroll
+      for (int query = 0; query < 2; ++query) s[i / 2][i % 2 * 2 + query] *= scale;
+    }
+#pragma unroll 2
+    for (int j = 0; j < Shape::kPairs; ++j) {
+      const uint2 mean = reinterpret_cast<const uint2*>(tables.mean)[j * 32 + lane];
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+        uint32_t angles[4];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint2 one = __ldg(far[m][half] + 4 * j);
+          const uint2 other = *reinterpret_cast<const uint2*>(near[m][half] + 32 * j);
+          __half2 cosine = half2_of(one.x), sine = half2_of(one.y);
+          rotate_by_angle(cosine, sine, half2_of(other.x), half2_of(other.y));
+          angles[half] = bits(cosine), angles[2 + half] = bits(sine);
+        }
+        mma_f16(s[m], angles, {mean.x, mean.y});
+      }
+    }
+  }
+
   __device__ __forceinline__ void score(float (&)[Shape::kTiles][4], const AttendTables<Shape>&, int) const {}
 
  private:
@@ -107,9 +175,9 @@ struct WarpKeys {
     }
   }
 
-  // A lane gets four bytes in a row where it gets two of 16 bits: dimensions 16 j + 4t to 16 j + 4t + 3 of tokens g (k0,
-  // and k2 of j + 1) and g + 8 (k1, k3). A product may have its dimensions in any order: 2t, 2t + 1 are the first two of
-  // the four, 2t + 8, 2t + 9 the others, as they are of queries.
+  // A lane gets four bytes in a row where it gets two numbers of 16 bits: dimensions 16 j + 4t to 16 j + 4t + 3 of
+  // tokens g (k0, and k2 of j + 1) and g + 8 (k1, k3). A product may have its dimensions in any order: 2t, 2t + 1 are
+  // the first two of the four, 2t + 8, 2t + 9 the others, as they are of queries.
   __device__ static __forceinline__ void score_fp8(
       float (&s)[Shape::kTiles][4], const AttendTables<Shape>& tables, const AttendTile<Shape>& tile) {
     const int lane = threadIdx.x % 32;
@@ -198,7 +266,7 @@ struct WarpKeys<Shape, true> {
           }
         }
       }
-      const uint2 middle = *reinterpret_cast<const uint2*>(tables.mean + (4 * j + t) * 2);
+      const uint2 middle = *reinterpret_cast<const uint2*>(tables.mean + (4 * j + t) * 8);
       const uint2 q = tables.queries[j * 32 + lane];
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {

@@ -5,6 +5,9 @@
 #include "kernels/common/memory.cuh"
 #include "kernels/common/mma.cuh"
 #include "kernels/common/rope_order.cuh"
+
+#include <type_traits>
+
 #include "key_codecs.cuh"
 #include "value_codecs.cuh"
 
@@ -35,7 +38,7 @@ struct AttendInputs {
   // value_pages has the buffer entry of every selected chunk instead of pages.
   const int64_t* value_slots; // [batch]
   const __nv_bfloat16* basis; // [states, rank, heads, dim]
-  const void* mean;           // [states, heads, dim] float or bf16, or null
+  const void* mean;           // [states, heads, dim] float or bf16, or null; of centred keys float
   const int64_t* states;      // [batch]
   const int64_t* first;       // [batch], multiples of 64: the position of a row's first token
   const uint2* far_angles;    // [positions / 8, dim / 4], cos and sin of two dimensions as half2, of positions 8 n
@@ -44,7 +47,7 @@ struct AttendInputs {
   const float* log_weight;    // [batch, heads, chunks], natural, of the tokens of a chunk; or null for zeros
   HeadScales key_scales, value_scales; // of fp8
   int64_t key_page, value_page, scale_page, key_pages_row, value_pages_row, basis_state, mean_state;
-  RopeOrder rope;    // of latents' keys
+  RopeOrder rope;    // of latents' keys, or of a mean
   float score_scale; // turns q k into a base-2 exponent
   int batch, heads, group, chunks, log_chunk, rank, splits, buffer_entries;
   int key_bytes, strong; // of a token's key; latents in 8 bits, if the others have fewer
@@ -67,12 +70,14 @@ struct AttendShape {
   static constexpr int kDim = kDim_, kRank = kRank_, kTiles = kTiles_, kBlocks = kBlocks_;
   static constexpr bool kExactRank = kExactRank_, kLow = Key::kRebuilt, kCodes = Value::kCoded;
   static constexpr bool kRotated = Value::kRotated;
+  static constexpr bool kCentred = std::is_same_v<Key, CentredFp8Keys>;
+  static constexpr bool kAngles = kLow || kCentred; // whether keys, or their mean, are rotated
   static constexpr bool kFp8Keys = Key::kId == codec::kFp8, kFp8Values = Value::kId == codec::kFp8;
   static constexpr int kScales = Value::scales(kDim);           // of a token; 1 for rows that have none
   static constexpr int kTokens = 16 * kTiles;
   static constexpr int kPairs = kDim / 16;                      // n8 tiles of dimensions that RoPE pairs with others
   static constexpr int kBasisRow = (kDim == 96 ? 128 : kDim) * 2; // bytes; the swizzle needs whole 128-byte lines
-  static constexpr int kRowGap = 16;                            // rows odd in units of 16 bytes have no bank conflicts
+  static constexpr int kRowGap = 16; // rows odd in units of 16 bytes have no bank conflicts
   static constexpr int kValueRow = kCodes ? 0 : Value::row_bytes(kDim) + kRowGap;
   static constexpr int kMergeRow = kDim + 4;                    // floats
   static constexpr int kAngleRow = kDim * 2 + 32;               // bytes of cos and sin of one position, and a gap
@@ -86,9 +91,11 @@ struct AttendShape {
     else return (key_bytes(rank) / (4 * Key::kLeast) | 1) * 4 * Key::kLeast;
   }
   __host__ __device__ static constexpr int basis_bytes(int rank) { return kLow ? rank * kBasisRow : 0; }
-  // Shared memory: basis, mean, angles, query fragments; per warp a tile of keys, of values and where its rows are.
+  // Shared memory: basis, mean (of centred keys, its products with queries), angles, query fragments; per warp a tile
+  // of keys, of values and where its rows are.
+  static constexpr int kMeanBytes = kCentred ? kPairs * 256 : kLow ? kDim * 2 : 0;
   __host__ __device__ static constexpr int table_bytes(int rank) {
-    return basis_bytes(rank) + (kLow ? kDim * 2 + 8 * kAngleRow : 0) + kPairs * 256;
+    return basis_bytes(rank) + kMeanBytes + (kAngles ? 8 * kAngleRow : 0) + kPairs * 256;
   }
   __host__ __device__ static constexpr int warp_bytes(int rank) {
     return kTokens * (key_row(rank) + kValueRow + 20 + 4 * kScales);
@@ -114,14 +121,14 @@ struct BlockQueries {
 template <class Shape>
 struct AttendTables {
   char* const basis;
-  __half2* const mean;
+  char* const mean;
   char* const near_angles;
   uint2* const queries;
 
   __device__ __forceinline__ AttendTables(char* shared, int rank)
       : basis(shared),
-        mean(reinterpret_cast<__half2*>(shared + Shape::basis_bytes(rank))),
-        near_angles(reinterpret_cast<char*>(mean + Shape::kDim / 2)),
+        mean(shared + Shape::basis_bytes(rank)),
+        near_angles(mean + Shape::kMeanBytes),
         queries(reinterpret_cast<uint2*>(shared + Shape::table_bytes(rank) - Shape::kPairs * 256)) {}
 };
 

@@ -54,8 +54,8 @@ struct WarpValues {
   }
 
   // A lane gets two bytes in a row where it gets one number of 16 bits: dimensions 16 i + 2g, + 1 of tokens 2t, 2t + 1
-  // (v0, and v2 of i + 1) and 2t + 8, 2t + 9 (v1, v3), in the order of tokens. So o has dimension 16 i + 2g where it has
-  // 16 i + g of other rows, and 16 i + 2g + 1 where it has 16 i + 8 + g.
+  // (v0, and v2 of i + 1) and 2t + 8, 2t + 9 (v1, v3), in the order of tokens. So o has dimension 16 i + 2g where it
+  // has 16 i + g of other rows, and 16 i + 2g + 1 where it has 16 i + 8 + g.
   __device__ static __forceinline__ void add_fp8(
       AttendSums<Shape>& sums, const uint32_t (&p)[1][Shape::kTiles][2], const AttendTile<Shape>& tile) {
     const int lane = threadIdx.x % 32;

@@ -49,8 +49,8 @@ missing = partial(cuda_missing, "attend_selected", "attend_selected")
 
 def supports(case: Case) -> list[str]:
     """Why no kernel serves ``case`` on this GPU."""
-    reasons = unfit_queries(case) + unless(not case.centred, NOT_CENTRED)
-    if case.rank:
+    reasons = unfit_queries(case) + unless(not case.centred or case.key_codec == CodecId.FP8, NOT_CENTRED)
+    if case.rank or case.centred:
         reasons += other_rope(case.rope_dim, case.head_dim, case.interleaved)
     memory = _op(case.key_codec, case.value_codec, "_memory")
     try:
@@ -87,13 +87,13 @@ def attend_selected(
     Pages are on the queries' device. Scales of values are in the same pages as the keys.
 
     RoPE, scores of rebuilt keys and products of coded latents are in float16: entries of the basis under 6e-5 lose
-    bits, keys over 65504 overflow. So are products of fp8 rows, which become float16 exactly: queries over 65504
-    overflow. ``pages``, ``states``, ``first``, ``slots``, ``entries`` and ``selected`` are read
-    on the device and are not checked.
+    bits, keys over 65504 overflow. So are products of fp8 rows, which become float16 exactly, and those of a mean key
+    with queries: queries over 65504 overflow, and a mean that adds more than that to a score. ``pages``, ``states``,
+    ``first``, ``slots``, ``entries`` and ``selected`` are read on the device and are not checked.
 
     Raises:
         RuntimeError: codecs without a kernel, or arguments that the kernel does not support.
-        ValueError: another RoPE, scales in other pages than the keys, or coded keys without their mean.
+        ValueError: another RoPE, scales in other pages than the keys, or keys without their mean that are not fp8.
     """
     batch, heads, dim = q.shape
     if not selected.numel():
@@ -109,8 +109,10 @@ def attend_selected(
     split = splits(units, selected.shape[2] * rows.shape[-2], multiprocessors(q.device))
     width = dim + 4 if split > 1 else 0
     partial = lse.new_empty(batch, kv_heads, split, heads // kv_heads, width)
-    rope = keys.rotary.config if isinstance(keys, LatentKeys) else RopeConfig(dim)
-    score_scale = math.log2(math.e) / math.sqrt(dim) * rope.magnitude  # turns a product into a base-2 exponent
+    rope = keys.rotary.config if isinstance(keys, LatentKeys | CentredKeys) else RopeConfig(dim)
+    score_scale = math.log2(math.e) / math.sqrt(dim)  # turns a product into a base-2 exponent
+    if isinstance(keys, LatentKeys):
+        score_scale *= rope.magnitude
     keys_of = key_codec, rows, *basis, rope.dim, rope.magnitude, key_scale, keys.pages
     call = (q, selected, *keys_of, value_codec, *stored, log_weight, score_scale)
     _op(key_codec, value_codec)(*call, out, lse, partial)
@@ -132,14 +134,14 @@ def other_rope(rope_dim: int, dim: int, interleaved: bool) -> list[str]:
 
 
 def _check(keys: KeySource, values: ValueSource) -> None:
-    """Checks what the kernel cannot check: RoPE, the pages of scales, and that coded keys have their mean. Raises
+    """Checks what the kernel cannot check: RoPE, the pages of scales, and which keys are without their mean. Raises
     ValueError."""
     stored = values.source if isinstance(values, BufferedRows) else values
-    if isinstance(keys, LatentKeys):
+    if isinstance(keys, LatentKeys | CentredKeys):
         rope = keys.rotary.config
         for reason in other_rope(rope.dim, rope.head_dim, rope.interleaved):
             raise ValueError(reason)
-    if isinstance(keys, CentredKeys):
+    if isinstance(keys, CentredKeys) and keys.codec.id != CodecId.FP8:
         raise ValueError(NOT_CENTRED)
     if not isinstance(stored, CodedRows) or not stored.scale.shape[-1]:
         return
@@ -148,12 +150,15 @@ def _check(keys: KeySource, values: ValueSource) -> None:
 
 
 def _stored_keys(keys: KeySource) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for keys: the codec's id and the rows; then basis, mean, states, first positions
-    and ``_angles`` of latents; then the scales of fp8 rows, whose states are among these arguments, too. What keys do
-    not have is None."""
+    """Returns the kernel's arguments for keys: the codec's id and the rows; then the basis of latents; mean, states,
+    first positions and ``_angles`` of these and of centred keys; and the scales of fp8 rows, whose states are among
+    these arguments, too. What keys do not have is None."""
     match keys:
         case DenseRows():
             return CodecId.DENSE, keys.rows, *[None] * 7
+        case CentredKeys():
+            mean = keys.mean, keys.states, keys.first
+            return keys.codec.id, keys.codes, None, *mean, *_angles(keys.rotary), _scale_of_heads(keys)
         case CodedRows():
             return keys.codec.id, keys.codes, None, None, keys.states, None, None, None, _scale_of_heads(keys)
         case LatentKeys():
