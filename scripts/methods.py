@@ -250,10 +250,10 @@ METHODS = (
     ),
     Method(
         "hyper-connections and n-gram embeddings (the Qwen4 preview)",
-        ("layers/streams/hyper_connections.py", "layers/streams/n_grams.py"),
+        ("layers/streams/hyper_connections.py", "layers/streams/n_grams.py", "layers/streams/row_table.py"),
         ("causal_convolution",),
         ("cpu/recurrence",),
-        ("models/test_qwen4_exp.py",),
+        ("models/test_qwen4_exp.py", "models/test_n_gram_tables.py"),
         (("causal_convolution", "fla-core"),),
     ),
     Method(

@@ -18,7 +18,7 @@ from shadowkv.load_settings import DEQUANTIZED, DTYPES, LOAD_FORMATS, QUANTIZATI
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.experts import SeparateExperts
-from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, naming
 from shadowkv.models.checkpoints.quantized.format import Format
 from shadowkv.models.checkpoints.quantized.weights import QuantizedWeights
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
@@ -248,7 +248,10 @@ def _load(
     tensors = files.tensors(wanted)
     if adapter is not None:
         merge = Adapter(Path(adapter))
-        merge.check({name: shape for name, shape in shapes.items() if name not in of_tables})  # tables stay unmerged
+        merge.check(shapes)
+        if unmerged := [weight for weight in merge.changed if weight in of_tables]:
+            reason = f"the adapter changes tables of n-gram embeddings: {unmerged[0]}"
+            raise ModelFileError(Path(adapter), reason, "use an adapter without them")
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantized: {changed[0]}, ...")

@@ -13,6 +13,7 @@ import torch
 from bad_files import edit_json
 from families import build
 from safetensors.torch import load_file, save_file
+from test_adapter import write_adapter
 from test_experts_engine import oracle, prompt
 from test_minimax_m3 import assert_close, lossless
 from test_quantized_engine import answers
@@ -128,6 +129,17 @@ def test_parts_have_the_rows_of_one_table() -> None:
     table.use((start, whole[start : start + 8]) for start in (16, 0, 32, 8, 24))
     for rows in (torch.randint(37, (50, 3)), torch.tensor([[36, 0, 7, 8, 7, 31, 32]]), torch.empty(0, 3, dtype=int)):
         assert torch.equal(table(rows), whole[rows])
+
+
+def test_adapters_of_tables_are_refused(tmp_path: Path) -> None:
+    build("qwen4_exp", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    (name, *_) = (name for name in weights if TABLES in name)
+    (rows, columns), module = weights[name].shape, name.removesuffix(".weight")
+    pairs = {f"{module}.lora_A.weight": torch.randn(4, columns), f"{module}.lora_B.weight": torch.randn(rows, 4)}
+    adapter = write_adapter(tmp_path / "adapter", pairs)
+    with pytest.raises(ValueError, match=rf"adapter changes tables of n-gram embeddings: {name}"):
+        load_model(tmp_path / "model", adapter=adapter)
 
 
 @pytest.mark.parametrize("scale", [None, 0.25], ids=["without a scale", "with a scale"])
