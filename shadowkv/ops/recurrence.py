@@ -41,9 +41,7 @@ class Spans:
     @property
     def follows(self) -> Tensor:
         """Whether each span follows the one before it in a chain: bool [S]. Only if every span is one token."""
-        follows = (self.read == self.write.roll(1)) & (self.read != self.write)
-        follows[:1] = False
-        return follows
+        return (self.read == self.write.roll(1)) & (self.read != self.write)  # no span reads what the last one writes
 
     @property
     def chunks(self) -> Tensor:

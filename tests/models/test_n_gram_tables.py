@@ -201,6 +201,13 @@ def test_histories_of_chained_rows_are_those_of_single_steps(chains: tuple[int, 
     assert torch.equal(together[N_GRAM_TOKENS][:spare], one_by_one[N_GRAM_TOKENS][:spare])
 
 
+def test_rows_that_keep_their_state_follow_none() -> None:
+    spans = Spans(None, torch.tensor([4, 0, 1, 2, 7, 7]), torch.tensor([4, 1, 2, 3, 7, 7]), chained=True)
+    assert spans.follows.tolist() == [False, False, True, True, False, False]
+    alone = torch.tensor([4])
+    assert not Spans(None, alone, alone, chained=True).follows.any()
+
+
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     """A small model with tables of the published size."""
