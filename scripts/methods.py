@@ -244,9 +244,9 @@ METHODS = (
             "kvcache/prefill/native.py",
             "layers/indexer.py",
         ),
-        ("chunk_mean_scores", "attend_selected", "paged_attention"),
+        ("chunk_mean_scores", "pooled_scores", "attend_selected", "paged_attention"),
         (),
-        ("models/test_minimax_m3.py", "models/test_qwen4_exp.py"),
+        ("models/test_minimax_m3.py", "models/test_qwen4_exp.py", "ops/test_pooled_scores.py"),
     ),
     Method(
         "hyper-connections and n-gram embeddings (the Qwen4 preview)",
