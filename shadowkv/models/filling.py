@@ -96,11 +96,16 @@ def _pieces(target: Target, stored: Stored, shard: Shard) -> Iterator[tuple[slic
         first += stop - start
 
 
-def use_files(model: Decoder, targets: Targets, mapped: Callable[[str], Tensor]) -> None:
-    """Gives a model the tables that stay in the files. ``mapped`` returns a tensor of the files by its name."""
+def use_files(model: Decoder, targets: Targets, mapped: Callable[[str], Tensor], shard: Shard) -> None:
+    """Gives a rank's part of a model its rows of the tables that stay in the files. ``mapped`` returns a tensor of the
+    files by its name."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {f"{name}.weight": [] for name in model.tables}
+    for name, target in targets.items():
+        if target.parameter in parts:
+            spans = shard.spans(target.parameter, target.start, target.stop)
+            parts[target.parameter] += [(here.start, mapped(name)[rows]) for here, rows in spans]
     for name, table in model.tables.items():
-        own = (theirs for theirs, target in targets.items() if target.parameter == f"{name}.weight")
-        table.use((targets[theirs].start, mapped(theirs)) for theirs in own)
+        table.use(parts[f"{name}.weight"])
 
 
 def stored_row_blocks(

@@ -263,7 +263,7 @@ def _load(
     model = Decoder(shard.config, dtype, device, row_blocks, group, tables)
     fill(model, targets, _with_a_bar(tensors, len(wanted)), shard)
     if files.plain is not None and tables.place == "files":
-        use_files(model, targets, files.plain.mapped)
+        use_files(model, targets, files.plain.mapped, shard)
     if device.type == "cuda":
         model.pack()
     in_fp8 = quantized(model, targets)

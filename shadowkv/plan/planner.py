@@ -151,7 +151,7 @@ class Planner:
         quantization: description of the projections' quantization; None if they are not quantized.
         weight_bytes: bytes of the rank's weights on the GPU.
         tables: description of the tables of n-gram embeddings; None without tables.
-        host_table_bytes: bytes of these tables if they are in host memory, where each rank has them; else 0.
+        host_table_bytes: bytes of these tables if they are in host memory; else 0.
         plain: names of the forms whose weights are counted as dequantized, as text; empty if there are none.
         dequantized_bytes: bytes of the weights with all ``forms`` dequantized, as on a GPU that cannot multiply these
             forms; None if no weights stay quantized.

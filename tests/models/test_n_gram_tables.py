@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,12 @@ from test_adapter import write_adapter
 from test_experts_engine import oracle, prompt
 from test_minimax_m3 import assert_close, lossless
 from test_quantized_engine import answers
+from thread_group import on_ranks
 from torch import Tensor, nn
 
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.eval.running.caches import open_cache, prefill
+from shadowkv.layers.group import Group
 from shadowkv.layers.spec import N_GRAM_TOKENS, TableForm
 from shadowkv.layers.streams.hyper_connections import HyperConnectedLayer
 from shadowkv.layers.streams.row_table import RowTable
@@ -169,6 +170,27 @@ def test_other_weights_cannot_be_plain_8_bit_floats(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["device", "host", "files"])
+def test_ranks_have_shares_of_the_rows(place: str, tmp_path: Path, as_on_a_gpu: Any) -> None:
+    theirs = build("qwen4_exp", tmp_path, LONG)
+    store_tables(tmp_path, theirs, FP8)
+    whole = load_model(tmp_path).model.tables
+    if place != "files":
+        as_on_a_gpu(place)
+
+    def rows(group: Group) -> dict[str, Tensor]:
+        tables = load_model(tmp_path, group=group).model.tables
+        for name, table in tables.items():
+            assert table.place == place and 0 < table.rows < whole[name].rows
+            assert table.first == (whole[name].rows - table.rows if group.rank else 0)
+        return {name: table(torch.arange(whole[name].rows)[None]) for name, table in tables.items()}
+
+    for found in on_ranks(2, rows):
+        assert found.keys() == whole.keys()
+        for name, of_table in found.items():
+            assert torch.equal(of_table, whole[name](torch.arange(whole[name].rows)[None]))
+
+
 def test_ranks_answer_as_one_from_8_bit_floats(tmp_path: Path) -> None:
     theirs = build("qwen4_exp", tmp_path, LONG)
     store_tables(tmp_path, theirs, FP8)
@@ -220,15 +242,15 @@ def test_sizes_decide_where_a_gpu_has_tables(published: Path) -> None:
     config = load_config(published)
 
     def place(memory: float, host: float | None, dtype: torch.dtype | None = None, ranks: int = 1) -> TableForm:
-        outline = Decoder(config, torch.bfloat16, "meta", tables=TableForm("device", dtype))
-        outline.group = SimpleNamespace(size=ranks)  # type: ignore[assignment]
+        outline = Decoder(config, torch.bfloat16, "meta", group=Group(0, ranks), tables=TableForm("device", dtype))
         return storage.on_gpu(outline, int(memory * GIB), None if host is None else int(host * GIB))
 
     assert place(139, None) == place(139, 96) == TableForm("host", torch.bfloat16)
     assert place(139, None, FP8) == TableForm("device", FP8)
     assert place(80, None, FP8) == place(80, 48, FP8) == TableForm("host", FP8)
-    assert place(80, 47, FP8) == place(80, 95, FP8, ranks=2) == TableForm("device", FP8)
-    assert place(80, 96, FP8, ranks=2).place == "host"
+    assert place(80, 47, FP8) == place(80, None, FP8, ranks=2) == TableForm("device", FP8)
+    assert place(80, 95, ranks=2) == TableForm("device", torch.bfloat16)
+    assert place(80, 96, ranks=2) == TableForm("host", torch.bfloat16)
 
 
 def test_a_plan_says_where_tables_are(published: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ class NGramInput(Computing):
         def linear(outputs: int) -> Linear:
             return Linear(sizes.width, outputs, bias=False, dtype=spec.dtype, device=spec.device)
 
-        self.table = RowTable(sizes.rows, sizes.width // sizes.tables, spec.tables, spec.dtype, spec.device)
+        self.table = RowTable(sizes.rows, sizes.width // sizes.tables, spec.tables, spec.dtype, spec.device, spec.group)
         self.key, self.value = linear(joined), linear(self.hidden)
         self.key_norm, self.query_norm, self.value_norm = (
             GroupNorm(joined, self.streams, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)

@@ -11,36 +11,43 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shadowkv.kvcache.memory.arenas import pinned_for
+from shadowkv.kvcache.policy.shape import share
+from shadowkv.layers.group import ALONE, Group
 from shadowkv.layers.spec import TableForm
 
 
 class RowTable(nn.Module):
-    """A table of R rows of W numbers.
+    """A table of rows of W numbers, or this rank's part of them. Each rank has a range of the rows.
 
     Args:
-        rows, columns: R and W.
+        rows, columns: number of rows on all ranks together, and W.
         form: how the table is stored.
         dtype: dtype of the rows that are returned.
         device: device of the rows that are returned. ``meta`` allocates nothing.
+        group: the ranks that have the table.
 
     Attributes:
+        first, rows: this rank's first row, and its number of rows, R.
         place: where the table is, as in ``TableForm``.
         stored: dtype of the stored numbers.
         weight: a parameter [R, W], if the table is on the device; else None.
         host: [R, W] on the CPU, if the table is in host memory; else None. A loader fills it.
         parts: the rows of a table that is not on the device, as tensors that ``device`` reads: the first row of each
-            tensor, and the tensor [n, W]. They are in the order of rows.
+            tensor, counted from ``first``, and the tensor [n, W]. They are in the order of rows.
     """
 
-    def __init__(self, rows: int, columns: int, form: TableForm, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, columns: int, form: TableForm, dtype: torch.dtype, device: torch.device, group: Group = ALONE
+    ) -> None:
         super().__init__()
-        self.rows, self.columns, self.dtype = rows, columns, dtype
+        self.first, stop = share(rows, group.rank, group.size)
+        self.rows, self.columns, self.dtype, self.group = stop - self.first, columns, dtype, group
         self.place, self.stored = form.place, form.dtype or dtype
         self.weight: nn.Parameter | None = None
         self.host: Tensor | None = None
         self.parts: list[tuple[int, Tensor]] = []
         if self.place == "device":
-            weight = torch.empty(rows, columns, dtype=self.stored, device=device)
+            weight = torch.empty(self.rows, columns, dtype=self.stored, device=device)
             self.weight = nn.Parameter(weight, requires_grad=False)
         elif self.place == "host" and device.type != "meta":
             memory = np.zeros(self.nbytes, np.uint8)
@@ -49,22 +56,30 @@ class RowTable(nn.Module):
 
     @property
     def num_values(self) -> int:
-        """Number of the table's numbers."""
+        """Number of this rank's numbers."""
         return self.rows * self.columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table, wherever it is."""
+        """Bytes of this rank's numbers, wherever they are."""
         return self.num_values * self.stored.itemsize
 
     def use(self, parts: Iterable[tuple[int, Tensor]]) -> None:
-        """Sets ``parts``, which together have all rows. A table in files needs them before its first call."""
+        """Sets ``parts``, which together have this rank's rows. A table in files needs them before its first call."""
         self.parts = sorted(parts, key=lambda part: part[0])
         self._starts = torch.tensor([start for start, _ in self.parts])
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Returns the rows with the numbers ``rows``, int64 [T, n]: [T, n, W]. If there is only one part, the call can
-        be captured in a CUDA graph."""
+        """Returns the rows with the numbers ``rows``, int64 [T, n]: [T, n, W]. The result is the same on all ranks. If
+        there is only one part, the call can be captured in a CUDA graph."""
+        if self.group.size == 1:
+            return self._own(rows)
+        rows = rows - self.first
+        here = (rows >= 0) & (rows < self.rows)
+        return self.group.sum(self._own(torch.where(here, rows, 0)) * here.unsqueeze(-1))
+
+    def _own(self, rows: Tensor) -> Tensor:
+        """Returns the rows with the numbers ``rows``, counted from this rank's first row."""
         if self.weight is not None:
             return self._read(self.weight, rows)
         if len(self.parts) == 1:
