@@ -194,10 +194,10 @@ class GraphGrid:
         if cache.spec.drafts:
             if not any(group.compressed_pages for group in plan.groups):
                 return  # such sequences have no drafts
-            drafting = _of_rows(cache, plan, 1, 1, drafting=True)
+            drafting = cache.forecast_rows(plan, 1, 1, drafting=True)
             yield from (_Shape(runner, drafting, batch) for batch in self._batches)
         for count in range(config.max_num_seqs, 0, -1):
-            yield _Shape(runner, _of_rows(cache, plan, count, config.drafted_tokens + 1))
+            yield _Shape(runner, cache.forecast_rows(plan, count, config.drafted_tokens + 1))
 
     def _log(self, more: bool) -> None:
         if self.engine.runner.graphs is None:
@@ -229,13 +229,6 @@ def _plans(cache: KVCache) -> Iterator[tuple[int, DecodePlan]]:
         if plan is None:
             return
         yield tokens, plan
-
-
-def _of_rows(cache: KVCache, plan: DecodePlan, sequences: int, rows: int, drafting: bool = False) -> DecodePlan:
-    """Returns ``plan`` of ``_plans`` with the shapes of a step of more sequences and rows, as
-    ``DecodePlanner.forecast_drafts`` does for a group of layers."""
-    of_groups = zip(cache.groups, plan.groups, strict=True)
-    return DecodePlan(tuple(group.planner.forecast_drafts(own, sequences, rows, drafting) for group, own in of_groups))
 
 
 def _lengths(max_model_len: int) -> list[int]:

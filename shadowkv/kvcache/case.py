@@ -28,6 +28,8 @@ OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
 OF_SINKS = ("add_sinks", "dense_attention.partial", "dense_attention.windowed")
 """Ops of models whose softmax has one more position (``ModelShape.sinks``)."""
+OF_POOLED = "pooled_scores"
+"""The op of layers whose indexer is pooled."""
 OF_SELECTED, OF_ALL = "attend_selected", "attend_coded"
 
 
@@ -78,6 +80,8 @@ def case_of(layout: Layout, rope: RopeConfig, device: torch.device, also: Iterab
             pages = group.spec.compressed_pages(layout.max_model_len)
     if any(group.window is not None and group.shape.heads == shape.heads for group in layout.groups):
         ops |= {*OF_WINDOWS}
+    if any(group.indexer is not None and group.indexer.pooled is not None for group in layout.groups):
+        ops.add(OF_POOLED)
     if shape.sinks:
         ops |= {*OF_SINKS}
     if layout.fetched_bytes:

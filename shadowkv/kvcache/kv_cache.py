@@ -400,6 +400,12 @@ class KVCache:
             plans.append(plan)
         return DecodePlan(tuple(plans), self._padding_rows(len(sequences) + len(joining)))
 
+    def forecast_rows(self, plan: DecodePlan, sequences: int, rows: int, drafting: bool = False) -> DecodePlan:
+        """Returns ``plan``, of ``forecast_decode`` for one sequence, with the shapes of a step of more sequences and
+        rows, as ``DecodePlanner.forecast_drafts`` does for a group of layers."""
+        of_groups = zip(self.groups, plan.groups, strict=True)
+        return DecodePlan(tuple(one.planner.forecast_drafts(own, sequences, rows, drafting) for one, own in of_groups))
+
     def decode_batch(self, plan: DecodePlan, numbers: Tensor | None = None) -> Batch:
         """Makes the batch of a planned step.
 

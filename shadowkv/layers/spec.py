@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -274,6 +275,32 @@ class StateSpace:
         return LayerKind(state=(inputs, StateArray(RECURRENT, (self.heads, self.state_dim, self.head_dim), sums=True)))
 
 
+PLACES = {
+    "device": "on the device",
+    "host": "in host memory, read by rows",
+    "files": "in the files, read by rows",
+}
+"""Places of tables, and how descriptions name them."""
+
+
+class TableForm(NamedTuple):
+    """How tables of n-gram embeddings are stored (``RowTable``).
+
+    Attributes:
+        place: ``device``; ``host`` for host memory, which a GPU reads through its address; ``files`` for files that are
+            mapped into the memory of a CPU.
+        dtype: dtype of the stored numbers, such as float8_e4m3fn; None for the dtype of activations. Rows are converted
+            to the dtype of activations when they are read.
+    """
+
+    place: Literal["device", "host", "files"] = "device"
+    dtype: torch.dtype | None = None
+
+
+ON_DEVICE = TableForm()
+"""On the device, in the dtype of activations."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """The spec of one decoder layer. Layers of a model differ only in the attributes up to ``row_blocks``.
@@ -309,6 +336,7 @@ class LayerSpec:
         value_norm: whether each head's values are divided by their root mean square.
         per_layer_input_size: P, the size of a token's per-layer input (``PerLayerInputs``); 0 if there is none.
         streams: the residual streams, if there are several (``HyperConnectedLayer``); None for one.
+        tables: how tables of n-gram embeddings are stored.
         output_scale: whether the residual stream after the layer is multiplied by a learned number.
         quantization: ``fp8`` if projections multiply 8-bit floats; else None.
         dtype: dtype of activations and of unquantized weights.
@@ -340,6 +368,7 @@ class LayerSpec:
     value_norm: bool
     per_layer_input_size: int
     streams: Streams | None
+    tables: TableForm
     output_scale: bool
     quantization: str | None
     dtype: torch.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,13 +19,15 @@ from shadowkv.layers.moe import ExpertsProjection
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.per_layer_inputs import LayerInput, PerLayerInputs
 from shadowkv.layers.quantized_matrix import QuantizedLinear, QuantizedMatrix, RowBlock
-from shadowkv.layers.spec import LayerSpec
+from shadowkv.layers.spec import ON_DEVICE, PLACES, LayerSpec, TableForm
 from shadowkv.layers.streams.hyper_connections import HyperConnectedLayer, StreamMixer
+from shadowkv.layers.streams.row_table import RowTable
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.draft_head import DraftHead
 from shadowkv.models.sharding import vocabulary_rows
 from shadowkv.ops.quantized_matmul.humming import Packed, compile_kernels
 from shadowkv.ops.registry import Ops
+from shadowkv.wording import GIB, counted
 
 
 class Decoder(nn.Module):
@@ -42,6 +45,7 @@ class Decoder(nn.Module):
             by the parameter's name.
         group: the ranks that the model is split across. With several ranks, ``config`` is ``Shard.config``, this rank's
             part.
+        tables: how tables of n-gram embeddings are stored.
 
     Attributes:
         draft_head: the layer that drafts tokens; None if ``config`` has none.
@@ -68,13 +72,14 @@ class Decoder(nn.Module):
         device: torch.device | str,
         row_blocks: Mapping[str, tuple[RowBlock, ...]] = MappingProxyType({}),
         group: Group = ALONE,
+        tables: TableForm = ON_DEVICE,
     ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
         self.group = group
-        spec = _spec(config, dtype, self.device, group)
+        spec = _spec(config, dtype, self.device, group, tables)
         self.embedding = self._table(row_blocks.get("embedding"))
         self.layers = nn.ModuleList(_layer(spec, config, layer, row_blocks) for layer in range(config.num_layers))
         self.per_layer_inputs = None
@@ -215,16 +220,44 @@ class Decoder(nn.Module):
         """Number of the model's weights. Tied weights count once, and scales of quantized ones do not count."""
         matrices = self._quantized_matrices()
         kept = {id(part) for matrix in matrices for part in matrix.parameters()}
-        return sum(matrix.num_values for matrix in matrices) + sum(
-            weight.numel()
-            for name, weight in self.named_parameters()
-            if id(weight) not in kept and not name.endswith(f".weight{SCALE}")
+        of_tables = sum(table.num_values for table in self.tables.values() if table.weight is None)
+        return (
+            sum(matrix.num_values for matrix in matrices)
+            + of_tables
+            + sum(
+                weight.numel()
+                for name, weight in self.named_parameters()
+                if id(weight) not in kept and not name.endswith(f".weight{SCALE}")
+            )
         )
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights, scales included."""
+        """Bytes of the weights on the device, scales included."""
         return sum(parameter.nbytes for parameter in self.parameters())
+
+    @property
+    def tables(self) -> dict[str, RowTable]:
+        """The tables of n-gram embeddings, by name, wherever they are."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, RowTable)}
+
+    @property
+    def table_bytes(self) -> Counter[str]:
+        """Bytes of ``tables`` in each place (``PLACES``)."""
+        found = Counter[str]()
+        for table in self.tables.values():
+            found[table.place] += table.nbytes
+        return found
+
+    @property
+    def tables_description(self) -> str | None:
+        """Size and place of ``tables``, in words; None without tables."""
+        if not self.tables:
+            return None
+        first = next(iter(self.tables.values()))
+        dtype = str(first.stored).removeprefix("torch.")
+        count, size = counted(len(self.tables), "table"), self.table_bytes.total() / GIB
+        return f"{count} of n-gram embeddings, {size:.2f} GiB in {dtype}, {PLACES[first.place]}"
 
     @property
     def num_packed_bytes(self) -> int:
@@ -241,7 +274,7 @@ class Decoder(nn.Module):
         equally often. Call it before ``pack``: packing stores some rows twice, and they would count twice.
         """
         tables = 0 if self.per_layer_inputs is None else self.per_layer_inputs.table.nbytes
-        tables += sum(weight.nbytes for name, weight in self.named_parameters() if name.endswith(".n_grams.table"))
+        tables += self.table_bytes["device"]
         read = self.num_bytes - self._looked_up_bytes - tables - self.head_bytes
         if self.config.experts is None:
             return read
@@ -275,7 +308,7 @@ class Decoder(nn.Module):
         return [module for module in self.modules() if isinstance(module, QuantizedMatrix)]
 
 
-def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group) -> LayerSpec:
+def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: Group, tables: TableForm) -> LayerSpec:
     """The spec of a model's layers, without the fields that differ between layers. ``_layer`` sets these."""
     return LayerSpec(
         heads=config.shape.heads,
@@ -301,6 +334,7 @@ def _spec(config: ModelConfig, dtype: torch.dtype, device: torch.device, group: 
         value_norm=config.value_norm,
         per_layer_input_size=config.hidden_size_per_layer_input,
         streams=config.streams,
+        tables=tables,
         output_scale=config.output_scale,
         quantization=config.quantization,
         dtype=dtype,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shadowkv.layers.linear import SCALE
 from shadowkv.layers.quantized_matrix import QuantizedMatrix, RowBlock
@@ -56,14 +56,15 @@ def held(targets: Targets, shard: Shard) -> set[str]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
+def fill(model: Decoder, targets: Targets, tensors: Iterable[tuple[str, Stored]], shard: Shard) -> None:
     """Copies this rank's shard from a stream of the weights that are ``held``. Each weight is cast to its parameter's
     dtype. The shapes must have been checked.
 
     Weights of fp8 projections are quantized one after the other, so that memory never holds the whole model in both
     forms. Weights that stay quantized are copied unchanged.
     """
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    parameters |= {f"{name}.weight": table.host for name, table in model.tables.items() if table.host is not None}
     matrices = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedMatrix)}
     for name, parameter in parameters.items():
         if (cut := shard.cut(name)) is not None and sum(stop - start for start, stop in cut.rows) < len(parameter):
@@ -93,6 +94,18 @@ def _pieces(target: Target, stored: Stored, shard: Shard) -> Iterator[tuple[slic
     for start, stop in target.spans:
         yield from shard.pieces(target.parameter, start, stop, stored[first : first + stop - start])
         first += stop - start
+
+
+def use_files(model: Decoder, targets: Targets, mapped: Callable[[str], Tensor], shard: Shard) -> None:
+    """Gives a rank's part of a model its rows of the tables that stay in the files. ``mapped`` returns a tensor of the
+    files by its name."""
+    parts: dict[str, list[tuple[int, Tensor]]] = {f"{name}.weight": [] for name in model.tables}
+    for name, target in targets.items():
+        if target.parameter in parts:
+            spans = shard.spans(target.parameter, target.start, target.stop)
+            parts[target.parameter] += [(here.start, mapped(name)[rows]) for here, rows in spans]
+    for name, table in model.tables.items():
+        table.use(parts[f"{name}.weight"])
 
 
 def stored_row_blocks(
@@ -146,6 +159,9 @@ def fill_dummy(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedMatrix):
             fill_random(module, generator)
+    for table in model.tables.values():
+        for _, part in table.parts:
+            part.normal_(0.0, table.columns**-0.5, generator=generator)
     for name, parameter in parameters.items():
         if QuantizedMatrix.PARTS in name:
             continue  # filled above

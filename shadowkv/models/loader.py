@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from shadowkv.kvcache.memory.free_memory import free_bytes
+from shadowkv.kvcache.memory.free_memory import free_bytes, free_host_bytes
 from shadowkv.layers.group import ALONE, Group
+from shadowkv.layers.spec import ON_DEVICE, TableForm
 from shadowkv.load_settings import DEQUANTIZED, DTYPES, LOAD_FORMATS, QUANTIZATIONS
 from shadowkv.models import storage
 from shadowkv.models.checkpoints.adapter import Adapter
 from shadowkv.models.checkpoints.experts import SeparateExperts
-from shadowkv.models.checkpoints.files import OTHER_MODEL, naming
+from shadowkv.models.checkpoints.files import OTHER_MODEL, ModelFileError, naming
 from shadowkv.models.checkpoints.quantized.format import Format
 from shadowkv.models.checkpoints.quantized.weights import QuantizedWeights
 from shadowkv.models.checkpoints.reading import Reading, read_ahead
@@ -27,7 +28,7 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.directory import config_from_directory, read_sampling
 from shadowkv.models.downloads import HUB, Hub
-from shadowkv.models.filling import check_shapes, fill, fill_dummy, held, quantized, stored_row_blocks
+from shadowkv.models.filling import check_shapes, fill, fill_dummy, held, quantized, stored_row_blocks, use_files
 from shadowkv.models.gguf.config import config_from_gguf
 from shadowkv.models.gguf.file import GGUFFile
 from shadowkv.models.gguf.tokenizer import tokenizer_from_gguf
@@ -256,20 +257,29 @@ def _load(
     targets, outline = family(config.architecture).targets(config), Decoder(config, dtype, "meta")
     with naming(path, "use the config that belongs to the weights, and all of their files"):
         check_shapes(outline, targets, shapes)
-    wanted = held(targets, shard)
+    of_tables, tables = storage.tables_in(config), ON_DEVICE
+    if files.plain is not None:
+        tables = storage.in_files(config, files.forms, files.plain, dtype, device.type == "cpu")
+    wanted = held(targets, shard).difference(of_tables if tables.place == "files" else ())
     tensors = files.tensors(wanted)
     if adapter is not None:
         merge = Adapter(Path(adapter))
         merge.check(shapes)
+        if unmerged := [weight for weight in merge.changed if weight in of_tables]:
+            reason = f"the adapter changes tables of n-gram embeddings: {unmerged[0]}"
+            raise ModelFileError(Path(adapter), reason, "use an adapter without them")
         tensors = merge.merged(tensors)
         if changed := [weight for weight in merge.changed if forms.pop(weight, None)]:
             notes.append(f"{len(changed)} weights that the adapter changes are dequantized: {changed[0]}, ...")
             # Forms are chosen again, because all experts of a projection must have the same form.
             forms = storage.kept(forms, config, dtype, device)
     row_blocks = stored_row_blocks(outline, targets, forms, shard)
-    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
-    model = Decoder(shard.config, dtype, device, row_blocks, group)
+    tables = _placed(Decoder(shard.config, dtype, "meta", row_blocks, group, tables), tables, device)
+    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group, tables), device)
+    model = Decoder(shard.config, dtype, device, row_blocks, group, tables)
     fill(model, targets, _with_a_bar(tensors, len(wanted)), shard)
+    if files.plain is not None and tables.place == "files":
+        use_files(model, targets, files.plain.mapped, shard)
     if device.type == "cuda":
         model.pack()
     in_fp8 = quantized(model, targets)
@@ -280,6 +290,15 @@ def _load(
     asked = DEQUANTIZED if dequantized else config.quantization
     notes += storage.dequantized(others, shapes, dtype, device, asked)
     return model, tuple(notes)
+
+
+def _placed(outline: Decoder, tables: TableForm, device: torch.device) -> TableForm:
+    """Returns how tables of n-gram embeddings are stored on ``device``, alike on all ranks. ``outline`` is this rank's
+    part of the model, with ``tables``."""
+    if device.type != "cuda" or not outline.tables:
+        return tables
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return outline.group.agree(storage.on_gpu(outline, memory, free_host_bytes()))
 
 
 def _with_draft_head(config: ModelConfig, path: Path) -> ModelConfig:
@@ -363,8 +382,9 @@ def _dummy(
 ) -> LoadedModel:
     """A model of random weights."""
     row_blocks = storage.planned_row_blocks(shard, forms, dtype)
-    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group), device)
-    model = Decoder(shard.config, dtype, device, row_blocks, group)
+    tables = _placed(Decoder(shard.config, dtype, "meta", row_blocks, group), ON_DEVICE, device)
+    check_memory(Decoder(shard.config, dtype, "meta", row_blocks, group, tables), device)
+    model = Decoder(shard.config, dtype, device, row_blocks, group, tables)
     fill_dummy(model)
     if device.type == "cuda":
         model.pack()
@@ -383,6 +403,7 @@ class _Files:
         method: quantization method of a directory's weights; None for plain weights and GGUF files.
         notes: unexpected conversions of weights, one line each.
         separate: splits tensors of several experts; None without experts.
+        plain: the tensors of a directory, as they are stored; None for GGUF files.
     """
 
     config: ModelConfig
@@ -393,6 +414,7 @@ class _Files:
     method: str | None = None
     notes: tuple[str, ...] = ()
     separate: SeparateExperts | None = None
+    plain: SafetensorsWeights | None = None
 
     def tensors(self, wanted: Collection[str]) -> Iterator[tuple[str, Stored]]:
         """Yields the ``wanted`` weights with their names. Weights are read ahead of their use."""
@@ -434,10 +456,11 @@ def _directory(
     if draft_head:
         config = _with_draft_head(config, path)
     tokenizer = partial(tokenizer_from_directory, path, config.eos_token_ids, config.vocab_size)
+    tables = storage.tables_in(config)
     if format is None:
-        plain = SafetensorsWeights(path, renamed=text_weight(config))
-        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.readings(pinned=pinned))
-    weights = QuantizedWeights(path, format, text_weight(config))
+        plain = SafetensorsWeights(path, renamed=text_weight(config), tables=tables)
+        return _Files(runnable(config, {}), tokenizer, plain.shapes, plain.readings(pinned=pinned), plain=plain)
+    weights = QuantizedWeights(path, format, text_weight(config), tables)
     with naming(path, OTHER_MODEL):
         config = runnable(config, weights.forms)
     notes = []
@@ -446,9 +469,8 @@ def _directory(
         notes.append(f"{columns} (desc_act) are dequantized: {weights.scattered[0]}, ...")
     if weights.of_caches:
         notes.append(f"scales of keys and values in the files are not used: {weights.of_caches[0]}, ...")
-    return _Files(
-        config, tokenizer, weights.shapes, weights.readings(pinned=pinned), weights.forms, format.method, tuple(notes)
-    )
+    stored = weights.shapes, weights.readings(pinned=pinned), weights.forms, format.method
+    return _Files(config, tokenizer, *stored, tuple(notes), plain=weights.files)
 
 
 def _with_separate_experts(files: _Files, *, in_gguf: bool) -> _Files:
@@ -515,9 +537,11 @@ def check_memory(outline: Decoder, device: torch.device) -> None:
     if need > free:
         plain = sum(parameter.nbytes for parameter in outline.parameters() if parameter.dtype == torch.float32)
         halved = need - plain // 2 <= free
+        tables = outline.table_bytes["device"]
+        beside = f", {tables / GIB:.2f} GiB of it for n-gram tables," if tables else ""
         advice = ("pass dtype='bfloat16', " if halved else "") + "use a smaller model or free memory"
         raise OutOfMemory(
-            f"the weights need {need / GIB:.2f} GiB as {outline.weights_description} on {device}, "
+            f"the weights need {need / GIB:.2f} GiB{beside} as {outline.weights_description} on {device}, "
             f"{free / GIB:.2f} GiB are free; {advice}",
             ["dtype"],
         )

@@ -31,6 +31,9 @@ INNER_MULTIPLE = 16
 """The MLP's inner width is split at multiples of this number, as tensor cores need."""
 
 
+_TABLE = "n_grams.table.weight"
+"""Name, within its layer, of a table of n-gram embeddings. Each has another number of rows."""
+
 _OF_DRAFT_HEAD = "draft_head."
 """Prefix of the names of a draft head's parameters."""
 
@@ -250,6 +253,8 @@ class Shard:
         _, number, name = parameter.split(".", 2)
         layer = int(number)
         alike = name, self.whole.heads_of(layer), self._projected(layer), self.whole.widening_of(layer)
+        if name == _TABLE:
+            alike = f"{layer}.{name}", *alike[1:]
         if alike not in self._cuts:
             self._cuts[alike] = self._cut(name, layer)
         return self._cuts[alike]
@@ -274,6 +279,10 @@ class Shard:
     def _cut(self, name: str, layer: int) -> Cut | None:
         """Computes ``cut``. ``name`` is the parameter's name within its layer."""
         module, _, kind = name.rpartition(".")
+        if name == _TABLE:
+            n_grams = self.whole.n_grams_of(layer)
+            assert n_grams is not None
+            return Cut((share(n_grams.rows, self.rank, self.size),))
         whole, heads, wide = self.whole, self.whole.heads_of(layer), self.whole.widening_of(layer)
         q, kv, dim = heads.num_query_heads * heads.head_dim, heads.kv_dim, heads.head_dim
         queries, keys = _times(self.query_heads(heads), dim), _times(self.kv_heads(heads), dim)

@@ -1,4 +1,5 @@
-"""Decides which weights stay quantized on a device, and what is reported about the other weights."""
+"""Decides which weights stay quantized on a device, what is reported about other weights, and where tables of n-gram
+embeddings are."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from math import prod
 import torch
 
 from shadowkv.layers.quantized_matrix import RowBlock
+from shadowkv.layers.spec import ON_DEVICE, TableForm
 from shadowkv.load_settings import DEQUANTIZED
 from shadowkv.models.checkpoints.quantized.format import Format
 from shadowkv.models.checkpoints.quantized.registry import SHAPES
+from shadowkv.models.checkpoints.safetensors_weights import SafetensorsWeights
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
@@ -28,11 +31,60 @@ Forms = Mapping[str, Form]
 """Forms of quantized weights, by name."""
 
 
+TABLES_BELOW = 0.5
+"""Tables of n-gram embeddings are in a GPU's memory if all weights together take at most this share of it."""
+
+
+def tables_in(config: ModelConfig) -> list[str]:
+    """Names of the weights in a model's files that are rows of tables of n-gram embeddings."""
+    if config.n_grams is None:
+        return []
+    targets = family(config.architecture).targets(config)
+    return [name for name, target in targets.items() if target.parameter.endswith(".n_grams.table.weight")]
+
+
+def in_files(
+    config: ModelConfig, forms: Forms, files: SafetensorsWeights, dtype: torch.dtype, on_cpu: bool
+) -> TableForm:
+    """Returns how the tables of a model's files are stored on a device that has room for them, with activations in
+    ``dtype``. A CPU reads them from the files. A GPU has them in the files' dtype, unless that is the wider one. Tables
+    with scales are dequantized.
+
+    Args:
+        forms: forms of quantized weights in the files.
+    """
+    names = tables_in(config)
+    if not names or any(name in forms for name in names):
+        return ON_DEVICE
+    stored = {files.dtype(name) for name in names}
+    widest = max(stored, key=lambda one: one.itemsize)
+    if on_cpu:
+        return TableForm("files", widest)
+    return TableForm("device", widest if len(stored) == 1 and widest.itemsize <= dtype.itemsize else None)
+
+
+def on_gpu(outline: Decoder, memory: int, host_free: int | None = None) -> TableForm:
+    """Returns how the tables of a model are stored on a GPU of ``memory`` bytes: on the GPU if the weights leave enough
+    memory for the KV cache there, otherwise in host memory.
+
+    Args:
+        outline: this rank's part of the model, with the tables on the device.
+        host_free: bytes of host memory that are free, before any rank of the model takes some. If the tables of all
+            ranks do not fit there, they are on the GPUs. None is no limit.
+    """
+    size = outline.table_bytes["device"]
+    crowded = outline.num_packed_bytes > TABLES_BELOW * memory
+    fit = host_free is None or outline.group.size * size <= host_free
+    stored = next((table.stored for table in outline.tables.values()), None)
+    return TableForm("host" if size and crowded and fit else "device", stored)
+
+
 def kept(forms: Forms, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Form]:
     """Returns the forms of the weights that stay quantized on ``device``, with activations in ``dtype``: those for
     which the device has a matrix product. With 8-bit arithmetic (``quantization="fp8"``) only experts stay quantized.
     All other weights are dequantized when they load."""
-    backend = choose("quantized_matmul", device).backend
+    backend, of_tables = choose("quantized_matmul", device).backend, tables_in(config)
+    forms = {name: form for name, form in forms.items() if name not in of_tables}
     if config.quantization is not None:
         forms = of_experts(forms)
     if device.type == "cuda":

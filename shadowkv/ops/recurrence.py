@@ -39,6 +39,11 @@ class Spans:
         assert self.read.is_contiguous() and self.write.is_contiguous()
 
     @property
+    def follows(self) -> Tensor:
+        """Whether each span follows the one before it in a chain: bool [S]. Only if every span is one token."""
+        return (self.read == self.write.roll(1)) & (self.read != self.write)  # no span reads what the last one writes
+
+    @property
     def chunks(self) -> Tensor:
         """All n chunks of ``CHUNK`` tokens, for kernels: int64 [n, 2], the span of each chunk, and the chunk's number
         in the span. Only if there are ``lengths``."""

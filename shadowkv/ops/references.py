@@ -22,6 +22,7 @@ from shadowkv.ops.low_rank_basis.reference import low_rank_basis
 from shadowkv.ops.paged_attention.reference import paged_attention
 from shadowkv.ops.paged_window_attention.reference import paged_window_attention
 from shadowkv.ops.partial_attention.reference import add_sinks, merge_attention
+from shadowkv.ops.pooled_scores.reference import pooled_scores
 from shadowkv.ops.project_latents.reference import project_latents
 from shadowkv.ops.quantize_rows.reference import quantize_rows
 from shadowkv.ops.quantized_matmul.reference import dequantize_rows, quantized_matmul
@@ -67,6 +68,7 @@ class References:
         self.min_max_scores = min_max_scores
         self.paged_attention = paged_attention
         self.paged_window_attention = paged_window_attention
+        self.pooled_scores = pooled_scores
         self.project_latents = project_latents
         self.quantize_rows = quantize_rows
         self.quantize_tokens = quantize_tokens

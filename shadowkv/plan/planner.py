@@ -20,7 +20,7 @@ from shadowkv.kvcache.traffic import StepReads, attention_seconds, step_reads
 from shadowkv.layers.group import Group
 from shadowkv.models.decoder import Decoder
 from shadowkv.models.sharding import Shard
-from shadowkv.models.storage import on_gpus, planned_row_blocks
+from shadowkv.models.storage import on_gpu, on_gpus, planned_row_blocks
 from shadowkv.ops.quantized.rows import Form
 from shadowkv.wording import GIB
 
@@ -149,7 +149,9 @@ class Planner:
         replicas: number of copies of the whole model.
         weights: description of the form of the weights.
         quantization: description of the projections' quantization; None if they are not quantized.
-        weight_bytes: bytes of the rank's weights.
+        weight_bytes: bytes of the rank's weights on the GPU.
+        tables: description of the tables of n-gram embeddings; None without tables.
+        host_table_bytes: bytes of these tables if they are in host memory; else 0.
         plain: names of the forms whose weights are counted as dequantized, as text; empty if there are none.
         dequantized_bytes: bytes of the weights with all ``forms`` dequantized, as on a GPU that cannot multiply these
             forms; None if no weights stay quantized.
@@ -182,10 +184,15 @@ class Planner:
         self.states = states
         group, small = Group(shard.rank, shard.size), on_gpus(forms, shard.whole, dtype)
         self.plain = " and ".join(sorted({form.name for name, form in forms.items() if name not in small}))
-        model = Decoder(config, dtype, "meta", planned_row_blocks(shard, small, dtype), group)
+        row_blocks = planned_row_blocks(shard, small, dtype)
+        tables = on_gpu(Decoder(config, dtype, "meta", row_blocks, group), int(machine.gpu_memory_gib * GIB))
+        model = Decoder(config, dtype, "meta", row_blocks, group, tables)
+        self.tables, self.host_table_bytes = model.tables_description, model.table_bytes["host"]
         self.weights, self.weight_bytes = model.weights_description, model.num_packed_bytes
         self.quantization = config.quantization or " and ".join(model.forms) or None
-        self.dequantized_bytes = Decoder(config, dtype, "meta", group=group).num_bytes if model.forms else None
+        self.dequantized_bytes = None
+        if model.forms:
+            self.dequantized_bytes = Decoder(config, dtype, "meta", group=group, tables=tables).num_bytes
         self.bytes_read, self.expert_bytes = model.bytes_read, model.expert_bytes
         self.head_weight_bytes = model.head_bytes
         self.prefill_bytes = prefill_bytes(config, context, dtype)

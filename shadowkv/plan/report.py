@@ -34,6 +34,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"{planner.bytes_read(1) / GIB:.2f} GiB of them read in a step{' of one sequence' if config.experts else ''}",
         *_experts(planner, plans),
         *_dequantized(planner),
+        *([f"tables   {planner.tables}"] if planner.tables else []),
         *_recurrent(planner),
         *_draft_head(planner, plans[0].drafts),
         f"device   {machine.gpu_memory_gib:g} GiB x {machine.gpu_memory_utilization:g} "
@@ -44,7 +45,7 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         *(f"policy   {plan.kv}: {describe(plan.spec, shape)}" for plan in plans),
         "",
     ]
-    rows = [("", [plan.kv for plan in plans]), *_rows(plans, offload_gib)]
+    rows = [("", [plan.kv for plan in plans]), *_rows(plans, offload_gib + planner.host_table_bytes / GIB)]
     if planner.replicas > 1:
         largest, count = [plan.largest for plan in plans], planner.replicas
         rows += [
@@ -164,7 +165,7 @@ def _ranks(planner: Planner) -> list[str]:
     return [f"GPUs     {size * replicas}: {cut}{counted(replicas, 'replica')}"]
 
 
-def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str]]]:
+def _rows(plans: Sequence[Plan], more_gib: float) -> list[tuple[str, list[str]]]:
     def read(name: str) -> tuple[str, list[str]]:
         kind = name.replace("_", " ")
         return (f"  {kind}, MB", [f"{getattr(plan.reads, name) / 1e6:.3f}" for plan in plans])
@@ -190,7 +191,7 @@ def _rows(plans: Sequence[Plan], offload_gib: float) -> list[tuple[str, list[str
         *_drafted(plans),
         (
             "host GiB at the largest batch",
-            [f"{b.both * s.host / GIB + offload_gib:.1f}" for b, s in zip(batches, sizes, strict=True)],
+            [f"{b.both * s.host / GIB + more_gib:.1f}" for b, s in zip(batches, sizes, strict=True)],
         ),
         ("attended tokens per step", [str(plan.attended_tokens) for plan in plans]),
         ("reads per step, layer and sequence", ["" for _ in plans]),
@@ -228,6 +229,7 @@ def as_json(model: str, planner: Planner, plans: Sequence[Plan]) -> dict[str, An
         "weight_bytes": planner.weight_bytes,
         "weight_bytes_dequantized": planner.dequantized_bytes,
         "weight_bytes_read_per_step": planner.bytes_read(1),
+        "host_table_bytes": planner.host_table_bytes,
         "expert_weight_bytes": planner.expert_bytes,
         "prefill_reserve_bytes": planner.prefill_bytes,
         "graph_reserve_bytes": planner.graph_bytes,

@@ -15,6 +15,7 @@ from shadowkv.ops.attend_selected.sources import DenseRows, LatentKeys
 from shadowkv.ops.choose_experts.routing import Routing
 from shadowkv.ops.dense_attention.forms import Packed
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.pooled_scores.reference import KeyNorm
 from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.quantized.rows import QuantizedRows
 from shadowkv.ops.recurrence import Spans
@@ -106,6 +107,14 @@ def no_landmarks(ops: Ops) -> None:
     )
     assert found[0].shape == (B, H, G, 0)
     assert (found[1] == -math.inf).all()
+
+
+def no_pooled_keys(ops: Ops) -> None:
+    norm = KeyNorm(floats(D), D, 1e-6)
+    for rows, pages in ((B, 0), (0, 3)):
+        numbers = whole(rows, pages)
+        found = ops.pooled_scores(floats(rows, H, D), floats(N, 64, D), numbers, numbers, norm, rope(), 4)
+        returns(found, ((rows, pages, 16), None))
 
 
 def no_bounds(ops: Ops) -> None:
@@ -229,6 +238,7 @@ CHECKS: dict[str, Callable[[Ops], None]] = {
         ((0, D), None),
     ),
     "chunk_mean_scores": no_landmarks,
+    "pooled_scores": no_pooled_keys,
     "dequantize_rows": lambda ops: returns(ops.dequantize_rows(blocks_of(0, 34, "Q8_0")), ((0, 32), None)),
     "sample_tokens": lambda ops: returns(
         ops.sample_tokens(floats(0, 9, dtype=torch.float32), floats(0, 5, dtype=torch.float64)), ((0,), None)

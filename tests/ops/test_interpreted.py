@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 FILES = [
     [
         *("test_attend_coded.py", "test_attend_latents.py", "test_sample_tokens.py", "test_empty_inputs.py"),
-        *("test_prefill_blocks.py", "test_expert_ops.py", "test_grouped_matmul.py"),
+        *("test_prefill_blocks.py", "test_expert_ops.py", "test_grouped_matmul.py", "test_pooled_scores.py"),
     ],
     [
         *("test_dense_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),

@@ -25,8 +25,10 @@ from shadowkv.engine.startup.sizing import (
     working_bytes,
 )
 from shadowkv.kvcache.case import choose_ops
+from shadowkv.kvcache.decode.pooled import attend_tokens
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
+from shadowkv.kvcache.parts import resolve
 from shadowkv.kvcache.parts.base import CompressedTokens, FittedTokens
 from shadowkv.kvcache.policy.shape import FULL, Indexer, IndexQueries, LayerKind, ModelShape, PooledHeads
 from shadowkv.kvcache.policy.spec import PAGE, KVSpec
@@ -246,11 +248,31 @@ def test_queries_select_in_what_is_counted(
     k, v, index_keys = (torch.randn(keys, count, 64) for count in (heads, heads, 1))
     ops = SimpleNamespace(apply_rope=lambda x, positions, tables: x.clone())
     store: Any = SimpleNamespace(layout=SimpleNamespace(indexer=indexer), ops=ops, rotary=None)
-    store.block_keys = partial(GroupStore.block_keys, store)
+    store.block_keys, store.key_norm = (partial(of, store) for of in (GroupStore.block_keys, GroupStore.key_norm))
     index = IndexQueries(index_queries, torch.ones(64), 1e-6)
     attend = partial(native.attend_selected_blocks, store, q, index, k, v, index_keys)
     taken, counted = peak_bytes(attend), selecting_bytes(shape, queries, keys, torch.float32)
     assert counted / 1.5 < taken <= counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_steps_of_pooled_layers_copy_what_is_counted(kv: str, dtype: torch.dtype) -> None:
+    """Keys and values of a dense sequence; longer ones are compressed."""
+    kind = LayerKind(indexer=Indexer(4, 64, 0, PooledHeads(4, 64)))
+    shape = ModelShape(2, 16, 2, 64, (kind, kind))
+    layout = Layout(resolve(preset(kv), shape), shape, dtype, 64 * 64)
+    config = llama()
+    config.shape = replace(shape, kinds=(FULL, FULL))
+    plain = Layout(KVSpec(), config.shape, dtype, 64 * 64)
+    counted = step_bytes(config, layout) - step_bytes(config, plain)
+    counted -= sum(part.reading_bytes() for group in layout.groups for part in group.parts)
+    pages = layout.main.most_pages(64 * 64).dense
+    assert pages == 4
+    q, (k, v) = torch.randn(1, 16, 64).to(dtype), torch.randn(2, pages, 2, 64, 64).to(dtype)
+    number, kept = torch.arange(pages)[None], torch.ones(1, pages * 64, dtype=torch.bool)
+    taken = peak_bytes(lambda: attend_tokens(q, k, v, number, kept))
+    assert counted * pages / (pages + 1) <= taken <= counted
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3), (28, 4), (12, 12), (40, 2), (128, 4)])

@@ -283,6 +283,7 @@ def _describe(config: EngineConfig, loaded: LoadedModel, cache: KVCache) -> list
         *([f"experts {line}"] if (line := loaded.shard.experts_note) else []),
         *([f"advice  {line}"] if (line := advice(config.model)) else []),
         *(f"weights {note}" for note in loaded.notes),
+        *([f"tables  {line}"] if (line := loaded.model.tables_description) else []),
         f"policy  {config.policy}: {describe(cache.spec, cache.shape)}",
         *(
             f"windows {len(group.layers)} of {counted(group.model_layers, 'layer')} attend to the newest "

@@ -150,22 +150,23 @@ def step_bytes(model: ModelConfig, layout: Layout) -> int:
     """Device bytes of decode steps for each row of the batch, in addition to ``GRAPH_BYTES``.
 
     It is the sum of: float32 logits, scratch of sampling, the states that parts decode (one layer at a time), copies of
-    a layer's index keys from which a pooled indexer computes those of blocks, and scratch of fetches. Fetches run on
-    another stream, so a graph keeps their scratch for each layer that fetches.
+    a layer's exact keys and values if its indexer is pooled, and scratch of fetches. Fetches run on another stream, so
+    a graph keeps their scratch for each layer that fetches.
     """
     reading = sum(part.reading_bytes() for group in layout.groups for part in group.parts)
     fetching = sum(map(_fetching_bytes, layout.groups))
-    pooling = max(map(_pooling_bytes, layout.groups))
-    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + pooling + fetching
+    copying = max(map(_copied_bytes, layout.groups))
+    return LOGITS_AT_ONCE * 4 * model.vocab_size + SCRATCH_BYTES + reading + copying + fetching
 
 
-def _pooling_bytes(layout: GroupLayout) -> int:
-    """Bytes of a sequence's index keys in a layer, and of their float32 copy with its means; 0 if they are not
-    pooled."""
+def _copied_bytes(layout: GroupLayout) -> int:
+    """Bytes of what a step copies to attend to the exact tokens of a sequence in a layer whose indexer is pooled
+    (``attend_tokens``): three copies of keys or values, and scores; 0 for other layers."""
     if layout.indexer is None or layout.indexer.pooled is None:
         return 0
-    numbers = (layout.max_model_len + PAGE) * layout.shape.head_dim
-    return numbers * (layout.dtype.itemsize + 4) + 4 * numbers // layout.indexer.block_size
+    pages, heads = layout.most_pages(layout.max_model_len), layout.shape
+    tokens = PAGE * (max(pages.dense, pages.static + pages.ring) + 1)
+    return tokens * (3 * heads.kv_dim * layout.dtype.itemsize + 2 * 4 * heads.num_query_heads)
 
 
 def _fetching_bytes(layout: GroupLayout) -> int:

@@ -15,7 +15,7 @@ from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.decode.native import NativeSelected, gathered, with_scores
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import INDEX_KEYS, Selection
-from shadowkv.kvcache.policy.selected_blocks import block_scores, selected_complete_blocks
+from shadowkv.kvcache.policy.selected_blocks import selected_complete_blocks
 from shadowkv.kvcache.policy.shape import IndexQueries
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.store import GroupStore
@@ -73,10 +73,11 @@ class PooledSelection:
     def _scores(self, queries: Tensor, index: IndexQueries, keys: Tensor, pages: Tensor, number: Tensor) -> Tensor:
         """Returns the scores of the blocks in ``pages`` [R, P], float32 [R, P, blocks of a page]. ``number`` [R, P] are
         the numbers of the pages within their sequences."""
-        of_tokens = keys[pages].squeeze(2).unflatten(2, (self.of_page, -1))  # [R, P, blocks, tokens, d]
-        within = torch.arange(self.of_page, device=pages.device) * self.indexer.block_size
-        blocks = self.store.block_keys(of_tokens, number.unsqueeze(-1) * PAGE + within, index)
-        return block_scores(queries, blocks.flatten(1, 2)).unflatten(-1, (-1, self.of_page))
+        store, norm = self.store, self.store.key_norm(index)
+        scores: Tensor = store.ops.pooled_scores(
+            queries, keys.squeeze(1), pages, number * PAGE, norm, store.rotary, self.indexer.block_size
+        )
+        return scores
 
     def _chunks(self, kept: Tensor) -> Tensor:
         """The chunks int64 [R, k] in ``kept`` bool [R, P * blocks], ascending, filled up with -1."""

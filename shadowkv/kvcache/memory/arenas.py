@@ -200,7 +200,7 @@ def _view(arena: Tensor, apart: int, offset: int, field: Field) -> Tensor:
 def _allocate(shape: tuple[int, int], device: torch.device, pinned: bool) -> Tensor:
     """Returns zeroed bytes. Ordinary host memory comes from NumPy, whose zeros take memory only when first touched."""
     if pinned and 0 not in shape:
-        return _pin(np.zeros(shape, np.uint8), device)
+        return pinned_for(device, np.zeros(shape, np.uint8))
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, np.uint8))
     return torch.zeros(shape, dtype=torch.uint8, device=device)
@@ -216,8 +216,9 @@ class _Mapped:
         self.array = array
 
 
-def _pin(array: np.ndarray, device: torch.device) -> Tensor:
-    """Pins ``array`` and returns it as a tensor of ``device``."""
+def pinned_for(device: torch.device, array: np.ndarray) -> Tensor:
+    """Pins ``array``, uint8, and returns it as a tensor of ``device``, a GPU. The GPU reads and writes host memory
+    through its address. Raises MemoryError if CUDA cannot pin the memory."""
     unpin = pin(array)
     mapped = _Mapped(array)  # the tensor's storage keeps a reference
     weakref.finalize(mapped, unpin)

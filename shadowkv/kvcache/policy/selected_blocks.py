@@ -35,11 +35,6 @@ def largest_of_blocks(scores: Tensor, size: int) -> Tensor:
     return pad(scores, (0, -scores.shape[-1] % size), value=float("-inf")).unflatten(-1, (-1, size)).amax(-1)
 
 
-def block_scores(queries: Tensor, blocks: Tensor) -> Tensor:
-    """Returns the scores of blocks, float32 [..., N], from index queries [..., H, d] and keys of blocks [..., N, d]."""
-    return (queries.float() @ blocks.float().mT).relu_().sum(-2)
-
-
 def selected_complete_blocks(scores: Tensor, positions: Tensor, indexer: Indexer) -> Tensor:
     """Returns bool [..., N]: the complete blocks that queries at ``positions`` int64 [...] attend to, chosen by the
     blocks' scores [..., N]. Blocks that do not exist have the score -inf."""

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from shadowkv.kvcache.policy.selected_blocks import (
-    block_scores,
-    largest_of_blocks,
-    selected_blocks,
-    selected_complete_blocks,
-)
+from shadowkv.kvcache.policy.selected_blocks import largest_of_blocks, selected_blocks, selected_complete_blocks
 from shadowkv.kvcache.policy.shape import Indexer, IndexQueries, ModelShape
 from shadowkv.kvcache.sequences.store import GroupStore
+from shadowkv.ops.pooled_scores.reference import block_scores
 
 SCORES_AT_ONCE = 2**24
 """Maximum number of scores of index queries in memory at a time, unless a single query has more. Scores of attention

@@ -22,6 +22,7 @@ from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
 from shadowkv.ops.apply_rope.tables import RotaryTables
 from shadowkv.ops.fetch_chunks.reference import ChunkBuffer
+from shadowkv.ops.pooled_scores.reference import KeyNorm, pooled_keys
 from shadowkv.ops.registry import Ops
 
 
@@ -150,15 +151,13 @@ class GroupStore(CompressedStore):
             keys: [..., block_size, d], raw index keys of the blocks' tokens.
             first: int64 [...], position of each block's first token.
         """
+        return pooled_keys(keys, first, self.key_norm(index), self.rotary, self.ops.apply_rope)
+
+    def key_norm(self, index: IndexQueries) -> KeyNorm:
+        """The norm of the keys of blocks of a pooled indexer."""
         indexer = self.layout.indexer
         assert indexer is not None and indexer.pooled is not None and index.key_norm is not None
-        means = keys.float().mean(-2).to(keys.dtype).float()
-        # Rows are filled up with zeros, so the mean square is taken over the indexer's own dimensions.
-        scale = torch.rsqrt(means.square().sum(-1, keepdim=True) / indexer.pooled.dim + index.eps)
-        normed = (means * scale * index.key_norm.float()).to(keys.dtype)
-        flat = normed.reshape(-1, 1, keys.shape[-1])
-        rotated: Tensor = self.ops.apply_rope(flat, first.reshape(-1), self.rotary)
-        return rotated.view(normed.shape)
+        return KeyNorm(index.key_norm, indexer.pooled.dim, index.eps)
 
     def write_tokens(self, layers: slice, rows: ExactRows, *of_tokens: Tensor) -> None:
         """Writes n tokens to exact pages. ``of_tokens`` are tensors like those that ``read_exact`` returns."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shadowkv.kvcache.recurrent.recurrent_part import over_rounds
 from shadowkv.layers.attention import Cache
@@ -16,7 +15,8 @@ from shadowkv.layers.computing import Computing
 from shadowkv.layers.linear import Linear
 from shadowkv.layers.norm import GroupNorm
 from shadowkv.layers.spec import N_GRAM_INPUTS, N_GRAM_TOKENS, LayerSpec, NGrams
-from shadowkv.ops.recurrence import Spans, in_order
+from shadowkv.layers.streams.row_table import RowTable
+from shadowkv.ops.recurrence import Spans
 
 
 class NGramInput(Computing):
@@ -41,7 +41,7 @@ class NGramInput(Computing):
         def linear(outputs: int) -> Linear:
             return Linear(sizes.width, outputs, bias=False, dtype=spec.dtype, device=spec.device)
 
-        self.table = empty(sizes.rows, sizes.width // sizes.tables)
+        self.table = RowTable(sizes.rows, sizes.width // sizes.tables, spec.tables, spec.dtype, spec.device, spec.group)
         self.key, self.value = linear(joined), linear(self.hidden)
         self.key_norm, self.query_norm, self.value_norm = (
             GroupNorm(joined, self.streams, spec.rms_norm_eps, dtype=spec.norm_dtype, device=spec.device)
@@ -59,7 +59,7 @@ class NGramInput(Computing):
         Updates the states."""
         states, parts = cache.states(self.layer, batch)
         tokens = over_rounds(parts, lambda ids, spans: self._history(ids, states, spans), token_ids)
-        embedded = F.embedding(self.rows(tokens), self.table).flatten(1)
+        embedded = self.table(self.rows(tokens)).flatten(1)
         keys = self.key_norm(self.key(embedded)).unflatten(-1, (self.streams, -1))
         queries = self.query_norm(x).unflatten(-1, (self.streams, -1))
         gate = (keys * queries).sum(-1, keepdim=True) / math.sqrt(self.hidden)
@@ -92,12 +92,15 @@ class NGramInput(Computing):
 
         The state has token ids minus ``eos_token_id``. So the state's initial value, 0, stands for the end of a text.
         """
-        if spans.chained:
-            return in_order(lambda token, span: self._history(token, states, span), spans, ids)
         kept, eos, longest = states[N_GRAM_TOKENS], self.sizes.eos_token_id, self.sizes.longest
         before = kept[spans.read].squeeze(1).long() + eos
         if spans.lengths is None:
-            history = torch.cat((before, ids.unsqueeze(-1)), dim=-1)
+            columns = [ids]  # newest first
+            for back in range(1, longest):
+                column = before[:, -back]
+                # In a chain, the token before is that of the row before, whose state is not written yet.
+                columns.append(torch.where(spans.follows, columns[-1].roll(1), column) if spans.chained else column)
+            history = torch.stack(columns[::-1], dim=-1)
             kept[spans.write] = (history[:, 1:] - eos).unsqueeze(1).to(kept.dtype)
             return history
         found = []

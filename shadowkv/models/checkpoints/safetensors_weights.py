@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PureWindowsPath
@@ -19,12 +19,15 @@ from shadowkv.models.checkpoints.reading import Reading, read_bytes
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Types of plain weights. Other types belong to quantized weights, which only a config can interpret."""
 
+FLOAT8 = "F8_E4M3"
+"""safetensors' name of float8_e4m3fn."""
+
 _TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
+    FLOAT8: torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -48,16 +51,19 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def read_header(
-    file: Path, dtypes: Sequence[str] = DTYPES, renamed: Callable[[str], str | None] = str
+    file: Path,
+    dtypes: Sequence[str] = DTYPES,
+    renamed: Callable[[str], str | None] = str,
+    tables: Collection[str] = (),
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of every tensor of a file; raises ModelFileError for types other than ``dtypes``, unless
-    ``renamed`` leaves the tensor out."""
+    ``renamed`` leaves the tensor out. ``tables`` is as in ``SafetensorsWeights``."""
     header = {}
     with open_safetensors(file) as opened:
         for name in opened.keys():  # noqa: SIM118 (not a mapping)
             entry = opened.get_slice(name)
-            dtype = entry.get_dtype()
-            if dtype not in dtypes and renamed(name) is not None:
+            dtype, ours = entry.get_dtype(), renamed(name)
+            if dtype not in dtypes and ours is not None and not (dtype == FLOAT8 and ours in tables):
                 reason = f"tensor {name!r} is of type {dtype}; supported: {', '.join(dtypes)}"
                 raise ModelFileError(file, reason, "use a model that is not quantized, or a GGUF file")
             header[name] = tuple(entry.get_shape()), dtype
@@ -72,6 +78,7 @@ class SafetensorsWeights:
     Args:
         dtypes: allowed types of tensors.
         renamed: maps a name in the files to the weight's name, or to None if the weight is left out.
+        tables: names of weights whose rows are looked up. They can be plain 8-bit floats, without a scale.
 
     Attributes:
         shapes, dtypes: shape and type of every tensor, from the files' headers, by the weight's name.
@@ -81,14 +88,20 @@ class SafetensorsWeights:
     """
 
     def __init__(
-        self, directory: Path, dtypes: Sequence[str] = DTYPES, renamed: Callable[[str], str | None] = str
+        self,
+        directory: Path,
+        dtypes: Sequence[str] = DTYPES,
+        renamed: Callable[[str], str | None] = str,
+        tables: Collection[str] = (),
     ) -> None:
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._places: dict[str, tuple[int, int]] = {}
+        self._maps: dict[Path, Tensor] = {}
         for file in _files(directory):
-            stored = {(renamed(theirs), theirs): entry for theirs, entry in read_header(file, dtypes, renamed).items()}
+            headers = read_header(file, dtypes, renamed, tables)
+            stored = {(renamed(theirs), theirs): entry for theirs, entry in headers.items()}
             header = {name: entry for (name, _), entry in stored.items() if name is not None}
             twice = sorted(self.shapes.keys() & header.keys())
             if twice:
@@ -111,7 +124,22 @@ class SafetensorsWeights:
     def read(self, name: str, pinned: bool = False) -> Tensor:
         """One tensor, on the CPU, in pinned memory if ``pinned``. Can be called on any thread."""
         data = read_bytes(self._file_of[name], *self._places[name], pinned=pinned)
-        return data.view(_TORCH_DTYPES[self.dtypes[name]]).view(self.shapes[name])
+        return data.view(self.dtype(name)).view(self.shapes[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return _TORCH_DTYPES[self.dtypes[name]]
+
+    def mapped(self, name: str) -> Tensor:
+        """One tensor, mapped into the CPU's memory: numbers are read from the file, or from the system's page cache,
+        when they are used. A tensor that is not aligned in its file is read at once."""
+        file, (start, stop), dtype = self._file_of[name], self._places[name], self.dtype(name)
+        if start % dtype.itemsize:
+            return self.read(name)
+        if file not in self._maps:
+            size = file.stat().st_size
+            self._maps[file] = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+        return self._maps[file][start:stop].view(dtype).view(self.shapes[name])
 
 
 def _places(file: Path) -> dict[str, tuple[int, int]]:

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from shadowkv.models.checkpoints.quantized.format import (
-    FLOAT8,
     Entry,
     Found,
     Read,
@@ -35,6 +34,7 @@ from shadowkv.models.checkpoints.quantized.fp4 import MXFP4, NVFP4, find_fp4, fp
 from shadowkv.models.checkpoints.quantized.fp8 import Block, block_of, find_float8, float8_form, read_float8
 from shadowkv.models.checkpoints.quantized.names import any_matches, list_of_names, matches
 from shadowkv.models.checkpoints.quantized.packing import in_any_order, in_order, unpack
+from shadowkv.models.checkpoints.safetensors_weights import FLOAT8
 from shadowkv.models.checkpoints.stored_weight import Stored
 from shadowkv.ops.quantized.groups import GroupForm
 from shadowkv.ops.quantized.rows import Form, QuantizedRows

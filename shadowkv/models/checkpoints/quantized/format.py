@@ -15,9 +15,6 @@ from shadowkv.ops.quantized.rows import Form
 SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Dtypes of scales that are stored as floats, by safetensors' names."""
 
-FLOAT8 = "F8_E4M3"
-"""safetensors' name of float8_e4m3fn."""
-
 
 @dataclass(frozen=True)
 class Entry:

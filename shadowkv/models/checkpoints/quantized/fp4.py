@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shadowkv.models.checkpoints.quantized.format import FLOAT8, Entry, Found, expect, group_size, need
+from shadowkv.models.checkpoints.quantized.format import Entry, Found, expect, group_size, need
+from shadowkv.models.checkpoints.safetensors_weights import FLOAT8
 from shadowkv.ops.quantized.groups import GroupForm
 from shadowkv.ops.quantized.rows import QuantizedRows
 

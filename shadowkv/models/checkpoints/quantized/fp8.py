@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shadowkv.models.checkpoints.quantized.format import FLOAT8, SCALE_DTYPES, Entry, Found, Read
+from shadowkv.models.checkpoints.quantized.format import SCALE_DTYPES, Entry, Found, Read
 from shadowkv.models.checkpoints.quantized.names import any_matches, list_of_names
+from shadowkv.models.checkpoints.safetensors_weights import FLOAT8
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
 from shadowkv.ops.quantized.groups import GroupForm
 from shadowkv.ops.quantized.rows import Form, QuantizedRows

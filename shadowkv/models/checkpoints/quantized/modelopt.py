@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shadowkv.models.checkpoints.quantized.format import FLOAT8, Entry, Found, Read
+from shadowkv.models.checkpoints.quantized.format import Entry, Found, Read
 from shadowkv.models.checkpoints.quantized.fp4 import NVFP4, find_fp4, fp4_rows
 from shadowkv.models.checkpoints.quantized.fp8 import find_float8, float8_form, read_float8
 from shadowkv.models.checkpoints.quantized.names import any_matches, list_of_names
+from shadowkv.models.checkpoints.safetensors_weights import FLOAT8
 from shadowkv.ops.quantized.rows import Form, QuantizedRows
 
 ALGORITHMS: dict[str, Form] = {

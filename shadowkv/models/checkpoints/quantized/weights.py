@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +26,10 @@ class QuantizedWeights:
     """The weights of a directory whose config states a quantized ``format``.
 
     A weight counts as quantized if the files have quantized tensors for it, whatever modules the config lists.
-    ``renamed`` is as in ``SafetensorsWeights``.
+    ``renamed`` and ``tables`` are as in ``SafetensorsWeights``.
 
     Attributes:
+        files: the tensors of the directory.
         shapes: the shape of every weight when dequantized, by its name in an unquantized checkpoint.
         forms: the forms that quantized weights are read into, by name.
         scattered: names of weights that are dequantized when they are read, because the groups of their columns are not
@@ -38,13 +39,22 @@ class QuantizedWeights:
     Raises as ``SafetensorsWeights`` does, and ModelFileError if tensors are missing or do not fit.
     """
 
-    def __init__(self, directory: Path, format: Format, renamed: Callable[[str], str | None] = str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        format: Format,
+        renamed: Callable[[str], str | None] = str,
+        tables: Collection[str] = (),
+    ) -> None:
         self._directory, self._format = directory, format
-        self._files = SafetensorsWeights(directory, (*DTYPES, *format.dtypes), renamed)
+        self.files = SafetensorsWeights(directory, (*DTYPES, *format.dtypes), renamed, tables)
         modules: dict[str, dict[str, Entry]] = {}
-        for name, shape in self._files.shapes.items():
+        for name, shape in self.files.shapes.items():
             module, _, last = name.rpartition(".")
-            modules.setdefault(module, {})[last] = Entry(shape, self._files.dtypes[name])
+            modules.setdefault(module, {})[last] = Entry(shape, self.files.dtypes[name])
+        for module in (name.rpartition(".")[0] for name in tables):
+            if len(modules.get(module, ())) == 1:  # there is no scale
+                del modules[module]
         self._found: dict[str, Found] = {}
         problems, parts = [], set()
         for module, entries in sorted(modules.items()):
@@ -56,12 +66,12 @@ class QuantizedWeights:
             for last, weight in found.items():
                 self._found[f"{module}.{last}"] = weight
                 parts |= {f"{module}.{part}" for part in weight.parts}
-        self.of_caches = [name for name in self._files.shapes if name.rpartition(".")[2] in OF_CACHES]
-        aside = {name for name in self._files.shapes if name.rpartition(".")[2] in UNUSED}.union(parts, self.of_caches)
-        plain = {name: shape for name, shape in self._files.shapes.items() if name not in aside}
+        self.of_caches = [name for name in self.files.shapes if name.rpartition(".")[2] in OF_CACHES]
+        aside = {name for name in self.files.shapes if name.rpartition(".")[2] in UNUSED}.union(parts, self.of_caches)
+        plain = {name: shape for name, shape in self.files.shapes.items() if name not in aside}
         for name in plain:
-            if self._files.dtypes[name] not in DTYPES:
-                problems.append(f"{name} is {self._files.dtypes[name]}, and not part of a weight in {format.method}")
+            if self.files.dtypes[name] not in DTYPES and name not in tables:
+                problems.append(f"{name} is {self.files.dtypes[name]}, and not part of a weight in {format.method}")
         if problems:
             raise ModelFileError(directory, join_reasons(problems))
         self.shapes = plain | {name: found.shape for name, found in self._found.items()}
@@ -71,12 +81,12 @@ class QuantizedWeights:
         self.scattered = [name for name, found in self._found.items() if found.form is None]
 
     def _read(self, module: str, last: str) -> Tensor:
-        return self._files.read(f"{module}.{last}")
+        return self.files.read(f"{module}.{last}")
 
     def readings(self, *, pinned: bool = False) -> Iterator[Reading]:
         """All weights, to be read on the CPU. Reading one raises ModelFileError if numbers do not fit the format."""
         return (
-            Reading(name, sum(map(self._files.nbytes, self._parts(name))), partial(self._weight, name, pinned))
+            Reading(name, sum(map(self.files.nbytes, self._parts(name))), partial(self._weight, name, pinned))
             for name in self.shapes
         )
 
@@ -87,9 +97,9 @@ class QuantizedWeights:
 
     def _weight(self, name: str, pinned: bool) -> Stored:
         if (found := self._found.get(name)) is None:
-            return self._files.read(name, pinned)
+            return self.files.read(name, pinned)
         parts = zip(found.parts, self._parts(name), strict=True)
-        tensors = {part: self._files.read(of_part, pinned) for part, of_part in parts}
+        tensors = {part: self.files.read(of_part, pinned) for part, of_part in parts}
         with naming(self._directory):
             try:
                 return self._format.read(found, tensors)

@@ -193,7 +193,7 @@ def _of_n_grams(n_grams: NGrams, theirs: str, ours: str, config: ModelConfig) ->
     joined, size = config.stream_size, -(-n_grams.rows // n_grams.parts)
     result = {
         f"{theirs}.ple_embedding.ngram_embedding.shard_{number}.weight": Target(
-            f"{ours}.table", start, min(start + size, n_grams.rows)
+            f"{ours}.table.weight", start, min(start + size, n_grams.rows)
         )
         for number, start in enumerate(range(0, n_grams.rows, size))
     }
