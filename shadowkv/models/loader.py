@@ -149,6 +149,7 @@ def load_model(
     hub: Hub = HUB,
     tokenizer: str | Path | None = None,
     draft_head: bool = False,
+    check: Callable[[Shard], object] = lambda shard: None,
 ) -> LoadedModel:
     """Loads a model, or this rank's part of it.
 
@@ -169,6 +170,7 @@ def load_model(
         hub: settings of the hub, if ``source`` is a hub id.
         tokenizer: a source whose tokenizer replaces the model's own.
         draft_head: whether to load the layer that drafts tokens (``Decoder.draft_head``).
+        check: gets the part of the model to load, and may raise, before weights are downloaded or read.
 
     Raises:
         FileNotFoundError: the source or files of it do not exist, or there are only pickled weights.
@@ -188,20 +190,18 @@ def load_model(
         in_fp8 = quantization != DEQUANTIZED and storage.is_fp8(forms) and unfit(device, weights_dtype) is None
         return replace(config, quantization="fp8") if in_fp8 or quantization == "fp8" else config
 
+    def part(config: ModelConfig) -> Shard:
+        check(shard := Shard(config, group.rank, group.size, expert_parallel))
+        return shard
+
     if load_format == "dummy":
         config, forms = plan_on(
             device, weights_dtype, *load_plan(source, max_model_len, hf_overrides, quantization, hub, draft_head)
         )
         read_tokenizer = partial(_tokenizer, tokenizer, config, hub)
-        shard = Shard(config, group.rank, group.size, expert_parallel)
-        return _dummy(shard, forms, weights_dtype, device, group, name, read_tokenizer)
+        return _dummy(part(config), forms, weights_dtype, device, group, name, read_tokenizer)
     if is_hub_id(source):
-        # Models that cannot be run or split are refused before gigabytes of weights are downloaded.
-        stated, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
-        Shard(config, group.rank, group.size, expert_parallel)
-        if draft_head:
-            _with_draft_head(config, stated)
-        storage.check_stated(quantization, None if format is None else format.method, str(source))
+        _check_stated(source, max_model_len, hf_overrides, hub, draft_head, quantization, part)
     path = _of_format(resolve(source, weights=True, hub=hub), load_format)
     sampling = read_sampling(path) if path.is_dir() else {}
     in_gguf = path.suffix == ".gguf"
@@ -211,9 +211,25 @@ def load_model(
         files = _with_separate_experts(files, in_gguf=in_gguf)
     storage.check_stated(quantization, "GGUF" if in_gguf else files.method, str(source))
     tokenizes = files.tokenizer() if tokenizer is None else _tokenizer(tokenizer, files.config, hub)
-    shard = Shard(files.config, group.rank, group.size, expert_parallel)
+    shard = part(files.config)
     model, notes = _load(files, path, adapter, weights_dtype, device, shard, group, quantization == DEQUANTIZED)
     return LoadedModel(files.config, shard, model, tokenizes, name, notes, sampling, path)
+
+
+def _check_stated(
+    source: str | Path,
+    max_model_len: int | None,
+    hf_overrides: Mapping[str, Any] | None,
+    hub: Hub,
+    draft_head: bool,
+    quantization: str | None,
+    part: Callable[[ModelConfig], Shard],
+) -> None:
+    """Refuses models that cannot be run or split before gigabytes of weights are downloaded. Arguments as for
+    ``load_model``; ``part`` makes this rank's part."""
+    stated, config, format = _stated_by(source, max_model_len, hf_overrides, hub)
+    part(_with_draft_head(config, stated) if draft_head else config)
+    storage.check_stated(quantization, None if format is None else format.method, str(source))
 
 
 def _load(

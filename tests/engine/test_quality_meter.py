@@ -20,6 +20,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.outputs import CheckedTokens
 from shadowkv.engine.scheduling import quality_meter
+from shadowkv.models import loader
 from shadowkv.wording import SettingsError
 from tests.models.families import build
 
@@ -192,11 +193,36 @@ def test_policies_that_attend_to_everything_are_refused(make: Any, kv: str) -> N
         make(kv=kv, quality_meter=0.1)
 
 
-@pytest.mark.parametrize("kv", [TURBO, "full"])
-def test_models_with_recurrent_states_are_refused(tmp_path: Path, kv: str) -> None:
-    build("qwen3_5", tmp_path, {"max_position_embeddings": 2048, "head_dim": 16, "vocab_size": 300})
-    with pytest.raises(SettingsError, match="this model has recurrent states, which the meter"):
-        Engine(EngineConfig(model=str(tmp_path), kv=kv, quality_meter=0.1))
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("llama", {"kv": "full", "quality_meter": 0.1}, "kv='full' attends to every token; the meter needs"),
+        ("qwen3_5", {"kv": "full", "quality_meter": 0.1}, "this model has recurrent states, which the meter"),
+        ("qwen3_5", {"kv": TURBO, "quality_meter": 0.1}, "this model has recurrent states, which the meter"),
+        ("minimax_m3", {"kv": "turbo", "quality_meter": 0.1}, "this model's own indexer says how much a step selects"),
+        ("qwen3_5", {"kv": "full-speculative"}, "this model has layers with a recurrent state, which steps that draft"),
+        ("llama", {"kv": "full", "max_mamba_checkpoints": 3}, "no layer of this model has a recurrent state"),
+        ("llama", {"kv": TURBO}, "a key sketch needs a head dim that is a multiple of 8, not 12"),
+    ],
+)
+def test_settings_that_a_model_refuses_are_refused_before_its_weights_are_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    settings: dict[str, Any],
+    reason: str,
+    load_format: str,
+) -> None:
+    build(family, tmp_path, {"max_position_embeddings": 2048})
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("weights are read")
+
+    for name in ("_load", "_dummy"):
+        monkeypatch.setattr(loader, name, fail)
+    with pytest.raises(SettingsError, match=reason):
+        Engine(EngineConfig(model=str(tmp_path), load_format=load_format, **settings))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5])

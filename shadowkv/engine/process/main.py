@@ -70,7 +70,7 @@ def load_cores(launch: Launch) -> list[EngineCore]:
     sequence. Raises ChildProcessError if a tensor-parallel rank cannot start.
     """
     from shadowkv.engine.engine import Engine
-    from shadowkv.engine.startup.loading import load_from_config
+    from shadowkv.engine.startup.loading import load_for_engine
     from shadowkv.layers.group import RankFailure
 
     if launch.compare is None:
@@ -78,7 +78,7 @@ def load_cores(launch: Launch) -> list[EngineCore]:
             return [_started(EngineCore(Engine(launch.config), launch.folder, "engine"))]
         except RankFailure as error:
             raise ChildProcessError(str(error)) from error
-    loaded, defaults = load_from_config(launch.config), {name: getattr(EngineConfig, name) for name in OWN_CACHE}
+    loaded, defaults = load_for_engine(launch.config), {name: getattr(EngineConfig, name) for name in OWN_CACHE}
     # The second engine starts first, because the served one takes all remaining memory of a GPU.
     second = replace(launch.config, **defaults, kv=launch.compare, max_num_seqs=1, max_cached_seqs=1)
     try:

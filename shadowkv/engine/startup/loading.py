@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from shadowkv.models.directory import GENERATION_CONFIG, OVERRIDES, read_samplin
 from shadowkv.models.downloads import Hub
 from shadowkv.models.known import advice
 from shadowkv.models.loader import LoadedModel, load_model, load_tokenizer
+from shadowkv.models.sharding import Shard
 from shadowkv.models.tokenization.chat_template import template_source
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.ops.apply_rope.tables import RopeConfig
@@ -71,20 +73,10 @@ def load_engine_parts(
         backends: backend by op name, for ops of layers, cache and sampler. The backends of all other ops are chosen
             automatically.
     """
-    spec, device = config.spec(), device or device_of(config.device)
-    if config.attention_backend in LIBRARIES:  # raises before weights are read if the library is not installed
-        Ops(device, attention_backend=config.attention_backend)
-    loaded = loaded or load_from_config(config, group, device)
+    device = device or device_of(config.device)
+    loaded = loaded or load_for_engine(config, group, device)
     dtype, model = loaded.model.dtype, loaded.shard.config
-    try:
-        spec = loaded.shard.policy(spec)
-    except ValueError as error:
-        raise config.refused_policy(error) from error
-    max_model_len = config.max_model_len or loaded.config.max_position
-    fetch_buffer = config.fetch_buffer
-    if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
-        fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
-    layout = Layout(spec, model.shape, dtype, max_model_len, fetch_buffer, state_settings(config, model.shape))
+    layout = first_layout(config, loaded.shard, dtype, device)
     if layout.spec.prefill is None:
         try:
             prefill = default_prefill(layout, loaded.config.rope, device, backends)
@@ -98,8 +90,6 @@ def load_engine_parts(
         selecting = layout.with_fields(drafts=False)
         below = dense_below(model, selecting, device.type, config.max_num_seqs, cache_bytes)
         layout = layout.with_fields(dense_below=group.agree(below))
-    config.check_drafts(layout)
-    check_quality_meter(config, layout)
     slots = config.max_num_seqs + config.max_cached_seqs
     memory, max_model_len = size_cache(config, layout, slots, device, model)
     memory, max_model_len = Blocks(group.least(memory)), group.least({"tokens": max_model_len})["tokens"]
@@ -107,6 +97,25 @@ def load_engine_parts(
     ops = give_ops(loaded, layout, device, backends, config.attention_backend)
     cache = make(layout, loaded.config.rope, slots=slots, memory=memory, ops=ops, device=device)
     return loaded, cache, _describe(config, loaded, cache)
+
+
+def first_layout(config: EngineConfig, shard: Shard, dtype: torch.dtype, device: torch.device) -> Layout:
+    """Returns the layout of the cache of ``shard``'s model, before the defaults that depend on kernels and on memory
+    are chosen. No weights are needed. Raises SettingsError for settings that the model or the policy refuses."""
+    spec = config.spec()
+    try:
+        spec = shard.policy(spec)
+    except ValueError as error:
+        raise config.refused_policy(error) from error
+    max_model_len = config.max_model_len or shard.whole.max_position
+    fetch_buffer = config.fetch_buffer
+    if fetch_buffer is None:  # a CPU reads both tiers equally fast, so a buffer would only cost time
+        fetch_buffer = FETCH_BUFFER if device.type == "cuda" else 0.0
+    shape = shard.config.shape
+    layout = Layout(spec, shape, dtype, max_model_len, fetch_buffer, state_settings(config, shape))
+    config.check_drafts(layout)
+    check_quality_meter(config, layout)
+    return layout
 
 
 def check_quality_meter(config: EngineConfig, layout: Layout) -> None:
@@ -117,7 +126,7 @@ def check_quality_meter(config: EngineConfig, layout: Layout) -> None:
     if layout.recurrent is not None:
         reason = "this model has recurrent states, which the meter's steps would change; leave the flag out"
         raise SettingsError(f"{asked}: {reason}", ["quality_meter"])
-    if layout.spec.native:
+    if layout.shape.indexed:
         reason = "this model's own indexer says how much a step selects, so there is no budget to measure"
         raise SettingsError(f"{asked}: {reason}; leave the flag out", ["quality_meter"])
     if not layout.spec.selects:
@@ -188,9 +197,14 @@ def default_prefill(
     return "dense" if "reference" in chosen else "sparse"
 
 
-def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
-    """Loads the model of ``config``, or a rank's part of it, on ``device`` or the config's device. Raises ValueError
-    for invalid settings."""
+def load_from_config(
+    config: EngineConfig,
+    group: Group = ALONE,
+    device: torch.device | None = None,
+    check: Callable[[Shard], object] = lambda shard: None,
+) -> LoadedModel:
+    """Loads the model of ``config``, or a rank's part of it, on ``device`` or the config's device. ``check`` is as for
+    ``load_model``. Raises ValueError for invalid settings."""
     device = device or device_of(config.device)
     loaded = load_model(
         config.model,
@@ -206,9 +220,21 @@ def load_from_config(config: EngineConfig, group: Group = ALONE, device: torch.d
         hub=_hub(config),
         tokenizer=config.tokenizer,
         draft_head=config.drafts_with_head,
+        check=check,
     )
     _give_template(loaded.tokenizer, config)
     return loaded
+
+
+def load_for_engine(config: EngineConfig, group: Group = ALONE, device: torch.device | None = None) -> LoadedModel:
+    """Loads a model as ``load_from_config`` does. Settings that an engine of ``config`` refuses, as far as the model's
+    config tells, raise ValueError before weights are downloaded or read."""
+    device = device or device_of(config.device)
+    config.spec()  # raises for an unknown policy before a config is fetched
+    if config.attention_backend in LIBRARIES:  # raises if the library is not installed
+        Ops(device, attention_backend=config.attention_backend)
+    check = partial(first_layout, config, dtype=_dtype(config.dtype, device), device=device)
+    return load_from_config(config, group, device, check)
 
 
 def tokenizer_from_config(config: EngineConfig) -> Tokenizer:
