@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from shadowkv.kvcache.policy.shape import LayerKind
 from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
+from shadowkv.models.sharding import Shard
 
 
 @pytest.fixture
@@ -211,7 +212,13 @@ def test_weights_of_what_cannot_be_run_are_not_downloaded(llama: Path, monkeypat
         load_model("some-org/some-model", expert_parallel=True)
     with pytest.raises(ValueError, match="tensor_parallel_size=99 is more than the model's"):
         load_model("some-org/some-model", group=Group(0, 99))
-    assert len(asked) == 4 and not any("*.safetensors" in patterns for patterns in asked)
+
+    def refuse(shard: Shard) -> None:
+        raise ValueError(f"no cache for {shard.config.architecture}")
+
+    with pytest.raises(ValueError, match="no cache for"):
+        load_model("some-org/some-model", check=refuse)
+    assert len(asked) == 5 and not any("*.safetensors" in patterns for patterns in asked)
 
 
 ANSWER = httpx.Response(404, request=httpx.Request("GET", "http://hub"))
