@@ -12,8 +12,9 @@ import torch
 from conversations import SPECS
 from driver import DEVICE, Stream, decode, make_cache, plain_attention, prefill
 
+from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.inspection import diagnostics
-from shadowkv.kvcache.kv_cache import FanOut, KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.parts import describe, resolve
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec

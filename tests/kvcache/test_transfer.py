@@ -7,7 +7,8 @@ import pytest
 import torch
 from driver import DEVICE, ROPE, SHAPE, Stream, cache_of, decode, make_cache, plain_attention, prefill, scatter
 
-from shadowkv.kvcache.kv_cache import FanOut, KVCache
+from shadowkv.kvcache.fan_out import FanOut
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks, OutOfBlocks
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import KVSpec

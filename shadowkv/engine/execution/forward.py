@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from shadowkv.kvcache.batch import Batch
-from shadowkv.kvcache.kv_cache import FanOut, KVCache
+from shadowkv.kvcache.fan_out import FanOut
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
 from shadowkv.kvcache.prefill.prefill_batch import PrefillBatch
 from shadowkv.layers.decoder_layer import DecoderLayer

@@ -14,8 +14,9 @@ from shadowkv.engine.execution.forward import pieces
 from shadowkv.engine.execution.forward import prefill as steps_of_prefill
 from shadowkv.engine.startup.loading import give_ops
 from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION, HOST_SHARE, prefill_bytes, storing_bytes
+from shadowkv.kvcache.fan_out import FanOut
 from shadowkv.kvcache.inspection import diagnostics
-from shadowkv.kvcache.kv_cache import FanOut, KVCache
+from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.parts import prefill_strategy
