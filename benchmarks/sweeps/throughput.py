@@ -40,6 +40,7 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -49,14 +50,16 @@ import torch
 from benchmarks.sweeps.engines import PROFILED_STEPS, densities_of, profile, replay_blocks, replayed_density, window
 from benchmarks.sweeps.plots import plot_throughput
 from benchmarks.sweeps.rows import show
-from benchmarks.sweeps.scored import ruler_samples, scores, tokens_of
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
 from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.scheduling import drafted_rows
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
+from shadowkv.eval.metrics.scoring import score
 from shadowkv.eval.provenance import provenance
+from shadowkv.eval.records.predictions import Sample
+from shadowkv.eval.suites import ruler
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.models.loader import LoadedModel
@@ -336,6 +339,31 @@ def run(
         "ruler": 100 * statistics.mean(scores(engine, loaded, samples)) if samples else None,
         "profile": profile(engine),
     }
+
+
+def ruler_samples(loaded: LoadedModel, length: int, count: int, seed: int) -> list[Sample]:
+    """Returns ``count`` samples of at most ``length`` tokens, all tasks in turn."""
+    each = -(-count // len(ruler.TASKS))
+    by_task = [ruler.samples(task, loaded.tokenizer, length, each, seed) for task in ruler.TASKS]
+    return [sample for of_all_tasks in zip(*by_task, strict=True) for sample in of_all_tasks][:count]
+
+
+def tokens_of(loaded: LoadedModel, sample: Sample) -> list[int]:
+    """Returns the tokens of a sample's prompt."""
+    return loaded.tokenizer.encode(sample.turns[0], add_special_tokens=True)
+
+
+def scores(engine: Engine, loaded: LoadedModel, samples: list[Sample]) -> list[float]:
+    """Returns the score of each sample, from 0 to 1. The engine runs a request for each, whose id is its number. What a
+    request has generated after the end of its answer, or beyond the sample's limit, does not count."""
+    ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
+    generated = {one.request.request_id: one.request.output_token_ids for one in engine.scheduler.running}
+    found = []
+    for number, sample in enumerate(samples):
+        answer = list(islice(generated[str(number)], sample.max_new_tokens))
+        end = next((place for place, token in enumerate(answer) if token in ends), len(answer))
+        found.append(score(sample, [loaded.tokenizer.decode(answer[:end])]))
+    return found
 
 
 def random_prompts(engine: Engine, count: int, context: int) -> list[list[int]]:

@@ -10,9 +10,8 @@ import torch
 from benchmarks.serving.speculation import Always
 from benchmarks.sweeps import throughput, weights
 from benchmarks.sweeps.engines import window
-from benchmarks.sweeps.scored import scores
 from benchmarks.sweeps.synthetic import begin
-from benchmarks.sweeps.throughput import fill, fitting, new_tokens, random_prompts, replay_acceptance
+from benchmarks.sweeps.throughput import fill, fitting, new_tokens, random_prompts, replay_acceptance, scores
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine

@@ -338,6 +338,26 @@ __device__ __forceinline__ void join_paged_warps(
   }
 }
 
+// Merges the results of all teams. They take turns, because shared memory has room for one.
+template <typename Values, typename Rows, int kDim, int kQueries, int kTeams, int kProducts>
+__device__ __forceinline__ void join_paged_teams(
+    PagedShared<kDim, kQueries, kTeams>& shared, const PagedPeak (&of_query)[kProducts],
+    const float (&acc)[kProducts][kDim / 16][4], int team, int warp, const PagedInputs<Rows>& in,
+    const PagedOutputs& to) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int turn = 0; turn < kTeams; ++turn) {
+    if (turn > 0) __syncthreads();
+    if (team == turn) {
+#pragma unroll
+      for (int p = 0; p < kProducts; ++p)
+        shared.template leave<Values>(of_query[p], acc[p], p * kPagedQueries, warp, lane / 4, lane % 4);
+    }
+    __syncthreads();
+    join_paged_warps(shared, turn, in, to);
+  }
+}
+
 // Grid: splits * query blocks, heads, sequences. Query blocks of a split are neighbours, so that the others find in the
 // L2 cache what the first one reads.
 //
@@ -420,18 +440,7 @@ __global__ void __launch_bounds__(kTeams * kPagedWarps * 32, kBlocks)
     }
   }
 
-  // Teams take turns: shared memory has room for one.
-#pragma unroll
-  for (int turn = 0; turn < kTeams; ++turn) {
-    if (turn > 0) __syncthreads();
-    if (team == turn) {
-#pragma unroll
-      for (int p = 0; p < kProducts; ++p)
-        shared.template leave<Values>(of_query[p], acc[p], p * kPagedQueries, warp, g, t);
-    }
-    __syncthreads();
-    join_paged_warps(shared, turn, in, to);
-  }
+  join_paged_teams<Values>(shared, of_query, acc, team, warp, in, to);
 }
 
 } // namespace shadowkv
