@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,15 +14,20 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from replies import events
 from server_processes import BODY, SECONDS, Server, server
 
+from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import EngineStats
+from shadowkv.engine.llm import LLM
+from shadowkv.engine.process.main import _choose_gpus
 from shadowkv.engine.process.replicas import together
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.ray.serve import parse as parse_ray
 from shadowkv.serve.__main__ import main, parse
 from shadowkv.serve.process import ENGINE_DIED
 from tests.waiting import wait_until
@@ -105,6 +111,44 @@ def test_flags_that_are_refused(flags: list[str], message: str, capsys: Any) -> 
 def test_host_memory_that_all_would_take(capsys: Any) -> None:
     assert main([TWO, "--kv=turbo-host", "--port=0"]) == 2
     assert "--kv turbo-host needs --host-memory-gib: host memory of each engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "chosen"),
+    [(None, 1, ["0", "1", "2"]), (None, 2, ["0,1", "2,3"]), ("7,5,GPU-ab,2", 2, ["7,5", "GPU-ab,2"])],
+)
+def test_each_engine_has_gpus_of_its_own(monkeypatch: Any, visible: str | None, ranks: int, chosen: list[str]) -> None:
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+    def count() -> int:
+        return len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if "CUDA_VISIBLE_DEVICES" in os.environ else 4
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    for replica, wanted in enumerate(chosen):
+        monkeypatch.setattr(os, "environ", dict(given))
+        _choose_gpus(EngineConfig(tensor_parallel_size=ranks), replica, len(chosen))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+
+
+def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    message = "--data-parallel-size 3 with --tensor-parallel-size 2 needs 6 GPUs, and this machine has 4"
+    with pytest.raises(ValueError, match=message):
+        _choose_gpus(EngineConfig(tensor_parallel_size=2), 0, 3)
+    _choose_gpus(EngineConfig(tensor_parallel_size=2, device="cpu"), 0, 3)
+    assert not os.environ
+    with pytest.raises(OSError, match="engine 1 cannot choose its GPUs"):  # as if CUDA were in use already
+        _choose_gpus(EngineConfig(), 1, 2)
+
+
+def test_what_has_no_several_engines_says_what_has(capsys: Any) -> None:
+    reason = "use a server: shadowkv serve --data-parallel-size N, or shadowkv ray serve --replicas N"
+    with pytest.raises(ValueError, match=reason):
+        LLM("smollm2-135m-instruct", data_parallel_size=2)
+    with pytest.raises(SystemExit):
+        parse_ray(["-dp", "2"])
+    assert reason in capsys.readouterr().err
 
 
 def test_statistics_add_up() -> None:

@@ -50,6 +50,7 @@ class ClientRequest:
         arrival: time of arrival, in seconds of ``time.monotonic``.
         prefix: hashes of the prompt's pages, if several engines share the requests (``replicas.py``).
         engine: the client of the engine that serves the request; None before ``generate``.
+        moved: whether another engine, which has died, had the request before.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class ClientRequest:
     arrival: float = field(default_factory=time.monotonic)
     prefix: Sequence[str] = ()
     engine: EngineClient | None = None
+    moved: bool = False
 
 
 Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | None]]

@@ -20,6 +20,7 @@ from shadowkv.engine.held_folder import HeldFolder
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.facts import EngineFacts
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class EngineProcess:
     @property
     def facts(self) -> list[EngineFacts]:
         """Facts of the engines, the served one first. Waits and raises as ``clients`` does."""
-        self._wait()
+        self.wait()
         return self._facts
 
     @property
@@ -81,10 +82,12 @@ class EngineProcess:
         Raises ValueError, MemoryError or OSError if loading the model fails, ChildProcessError if the process ends
         without a reason.
         """
-        self._wait()
+        self.wait()
         return self._clients
 
-    def _wait(self) -> None:
+    def wait(self, tokenizer: Tokenizer | None = None) -> None:
+        """Waits until the engines serve. ``tokenizer`` is the model's, if it is already loaded. Raises what ``clients``
+        raises."""
         if self._clients:
             return
         with ExitStack() as failing:
@@ -92,8 +95,9 @@ class EngineProcess:
             from shadowkv.engine.process.client import EngineClient
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
-            tokenizer = tokenizer_from_config(self._config)
-            tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
+            if tokenizer is None:
+                tokenizer = tokenizer_from_config(self._config)
+                tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
             failing.pop_all()
@@ -175,11 +179,13 @@ class ReplicaProcesses:
         if not self._clients:
             with ExitStack() as failing:
                 failing.callback(self.stop, 0.0)
-                replicas = [process.clients[0] for process in self._processes]
+                tokenizer = self._processes[0].clients[0].tokenizer
+                for process in self._processes[1:]:
+                    process.wait(tokenizer)
                 failing.pop_all()
             from shadowkv.engine.process.replicas import ReplicaClient
 
-            self._clients = [ReplicaClient(replicas)]
+            self._clients = [ReplicaClient([process.clients[0] for process in self._processes])]
         return self._clients
 
     def stop(self, seconds: float) -> None:

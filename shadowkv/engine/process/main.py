@@ -69,12 +69,12 @@ def load_cores(launch: Launch) -> list[EngineCore]:
     With ``compare`` it also starts a second engine with that policy on the same weights, for one running and one cached
     sequence. Raises ChildProcessError if a tensor-parallel rank cannot start.
     """
+    if launch.replica is not None:
+        _choose_gpus(launch.config, *launch.replica)
     from shadowkv.engine.engine import Engine
     from shadowkv.engine.startup.loading import load_from_config
     from shadowkv.layers.group import RankFailure
 
-    if launch.replica is not None:
-        _choose_gpus(launch.config, *launch.replica)
     if launch.compare is None:
         try:
             return [_started(EngineCore(Engine(launch.config), launch.folder, "engine"))]

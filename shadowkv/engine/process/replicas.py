@@ -35,8 +35,8 @@ ANY_MODEL = ""
 class ReplicaClient(EngineClient):
     """Sends each request to one of several engines, which ``PrefixTable`` chooses.
 
-    An engine that dies gets no more requests. Those of its requests that have no token yet go to another engine, and
-    the others end with its error. This client is dead when all engines are.
+    An engine that dies gets no more requests. Those of its requests that have no token yet go to another engine, once,
+    and the others end with its error. This client is dead when all engines are.
 
     Args:
         replicas: a client of each engine.
@@ -91,8 +91,10 @@ class ReplicaClient(EngineClient):
         return running[self._table.choose(prefix, {name: replica.in_flight for name, replica in running.items()})]
 
     def _hand_on(self, request: ClientRequest, answers: Answers) -> bool:
-        if request.request_id in answers.begun or not any(replica.serves for replica in self._replicas):
+        # A request that is moved a second time may be what the engines die of.
+        if request.moved or request.request_id in answers.begun or not any(one.serves for one in self._replicas):
             return False
+        request.moved = True
         logger.warning("a request of %d tokens is sent to another engine", len(request.prompt_token_ids))
         self.begin(request, answers)
         return True
