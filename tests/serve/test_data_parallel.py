@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -82,6 +83,21 @@ class Stream:
         self._thread.join(SECONDS)
         self._client.close()
         return events(self)[-1]
+
+
+def batch_of(one: Server, lines: int) -> str:
+    """The id of a batch of long requests."""
+    line = {"method": "POST", "url": "/v1/completions", "body": BODY}
+    data = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(lines))
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": data.encode()}}
+    file = httpx.post(f"{one.url}/v1/files", timeout=SECONDS, **form).json()["id"]
+    about = {"input_file_id": file, "endpoint": "/v1/completions"}
+    id: str = httpx.post(f"{one.url}/v1/batches", json=about, timeout=SECONDS).json()["id"]
+    return id
+
+
+def batch_now(one: Server, id: str) -> Any:
+    return httpx.get(f"{one.url}/v1/batches/{id}", timeout=SECONDS).json()
 
 
 @contextmanager
@@ -189,6 +205,8 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
             httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
         wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
         with two_streams(one) as streams:
+            batch = batch_of(one, 4)
+            wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
             engines(one)[1].kill()
             lasts = [stream.last() for stream in streams]
         errors = [last["error"] for last in lasts if "error" in last]
@@ -196,6 +214,8 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
         assert [last["choices"][0]["finish_reason"] for last in lasts if "error" not in last] == ["length"]
         health = httpx.get(f"{one.url}/health", timeout=SECONDS)
         assert (health.status_code, health.json()) == (200, {"status": "ok", "engines": ["ok", "dead"]})
+        wait_until(lambda: batch_now(one, batch)["status"] == "completed")  # its lines begin anew in the other engine
+        assert batch_now(one, batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
         assert samples(one, "replicas") == {"": 1.0} and [*samples(one, "num_requests_running")] == ["0"]
         for number in range(4):  # those of the dead engine are computed anew
             assert one.ask(prompt=[*document(number), 8], max_tokens=2)[0].status_code == 200

@@ -83,7 +83,7 @@ class ReplicaClient(EngineClient):
     def begin(self, request: ClientRequest, answers: Answers, save: tuple[int, str] | None = None) -> None:
         self._chosen(request.prefix).begin(request, answers, save)
 
-    def _chosen(self, prefix: Sequence[str] = ()) -> EngineClient:
+    def _chosen(self, prefix: Sequence[str]) -> EngineClient:
         """Chooses an engine. Raises EngineDead if all are dead or are being stopped."""
         running = {str(number): replica for number, replica in enumerate(self._replicas) if replica.serves}
         if not running:
@@ -103,7 +103,8 @@ class ReplicaClient(EngineClient):
         self.watch(outputs)
 
     async def compile_grammar(self, rules: str, one_line: bool = False, tenant: str = "") -> None:
-        await self._chosen().compile_grammar(rules, one_line, tenant)
+        """Compiles in all engines, since any of them may get the request."""
+        await self._of_all(lambda replica: replica.compile_grammar(rules, one_line, tenant))
 
     # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
