@@ -17,6 +17,10 @@ VALUES: Mapping[str, int | str] = {"N": 1, "N+": "+"}
 """Number of a flag's values (argparse's ``nargs``), for each word that stands for values in a flag's usage."""
 
 
+DATA_PARALLEL_SIZE = "--data-parallel-size"
+"""A flag that only ``shadowkv serve`` supports."""
+
+
 @dataclass(frozen=True)
 class VllmFlag:
     """A flag of vLLM.
@@ -115,8 +119,8 @@ REFUSED = {
         "--enable-lora, --lora-modules N+, --max-loras N, --max-lora-rank N, --fully-sharded-loras"
     ),
     "use --tensor-parallel-size N to split the model": "--pipeline-parallel-size -pp N=1",
-    "use replicas on Ray instead: shadowkv ray serve --replicas N": (
-        "--data-parallel-size -dp N=1, --data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp"
+    "--data-parallel-size N starts all engines on this machine; on several: shadowkv ray serve --replicas N": (
+        "--data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp"
     ),
     "the cache is split across GPUs by heads only": "--decode-context-parallel-size -dcp N=1",
     "--enable-expert-parallel gives each GPU whole experts, which stay there": "--enable-eplb, --enable-dbo",
@@ -156,9 +160,16 @@ REFUSED = {
 }
 """Usages of refused flags. The keys are the reasons, which name an alternative if there is one."""
 
+ONLY_SERVED = {
+    "use a server: shadowkv serve --data-parallel-size N, or shadowkv ray serve --replicas N": (
+        f"{DATA_PARALLEL_SIZE} -dp N=1"
+    ),
+}
+"""Usages of flags that ``shadowkv serve`` has and that are refused elsewhere, with reasons as in ``REFUSED``."""
+
 FLAGS = tuple(
-    VllmFlag.of(usage, reason, table is REFUSED)
-    for table in (NO_EFFECT, REFUSED)
+    VllmFlag.of(usage, reason, table is not NO_EFFECT)
+    for table in (NO_EFFECT, REFUSED, ONLY_SERVED)
     for reason, usages in table.items()
     for usage in usages.split(", ")
 )
@@ -167,9 +178,12 @@ KEYWORDS = frozenset(flag.dest.removeprefix(PREFIX) for flag in FLAGS)
 """Names of these flags as keywords of ``LLM``."""
 
 
-def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds these flags to a parser, hidden from ``--help``. ``vllm_notes`` checks the parsed values."""
+def add_vllm_flags(parser: argparse.ArgumentParser, *own: str) -> None:
+    """Adds these flags to a parser, hidden from ``--help``, without the flags ``own``, which the command supports.
+    ``vllm_notes`` checks the parsed values."""
     for flag in FLAGS:
+        if flag.names[0] in own:
+            continue
         values: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if flag.values:  # a value can be a JSON object, also in vLLM's dotted form
             values = {"nargs": flag.values, "metavar": "JSON"}
@@ -192,7 +206,7 @@ def vllm_notes(args: argparse.Namespace) -> Iterator[str]:
     """Yields a note for each given flag that has no effect. Raises ValueError if refused flags are given."""
     refused = []
     for flag in FLAGS:
-        given = getattr(args, flag.dest)
+        given = getattr(args, flag.dest, None)
         if given is None or (flag.refused and given is False):
             continue
         if flag.fine and len(given) == 1 and given[0] in flag.fine:

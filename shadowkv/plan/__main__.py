@@ -58,7 +58,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_flag(many, EngineConfig, "tensor_parallel_size", "--gpus", help=text)
     add_flag(many, EngineConfig, "enable_expert_parallel")
     text = "number of replicas, each on its own GPUs (default: %(default)s)"
-    many.add_argument("--replicas", type=int, default=1, metavar="N", help=text)
+    many.add_argument("--replicas", "--data-parallel-size", "-dp", type=int, default=1, metavar="N", help=text)
     machine = parser.add_argument_group("machine")
     text = "GPU model; bandwidths are measured for h200, and from data sheets for others (default: %(default)s)"
     machine.add_argument("--gpu", type=parse_card, metavar="|".join(CARDS), default="h200", help=text)

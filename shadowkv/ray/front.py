@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray import serve
@@ -28,7 +28,7 @@ from shadowkv.serve.app import add_middleware
 from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import RETRY_SECONDS, error_response, handle_errors
-from shadowkv.serve.http.metrics import ConnectionMetrics
+from shadowkv.serve.http.metrics import ConnectionMetrics, labelled, replicas_gauge
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import encoded_event, unless_disconnected
 from shadowkv.serve.http.request_record import SERVER_STOPPING, current_record
@@ -276,14 +276,8 @@ class _Pages(Collector):
         self._pages, self._own, self._prefix = pages, own, prefix
 
     def collect(self) -> Iterator[Metric]:
-        replicas = GaugeMetricFamily(f"{self._prefix}:replicas", "Replicas that answer.")
-        replicas.add_metric([], len(self._pages))
-        yield replicas
+        yield replicas_gauge(self._prefix, len(self._pages))
         own = {family.name: family for family in text_string_to_metric_families(self._own.decode())}
-        families: dict[str, Metric] = {}
-        for name, page in self._pages.items():
-            for family in text_string_to_metric_families(page.decode()):
-                merged_family = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    merged_family.samples.append(sample._replace(labels={**sample.labels, LABEL: name}))
+        pages = {name: text_string_to_metric_families(page.decode()) for name, page in self._pages.items()}
+        families = {family.name: family for family in labelled(LABEL, pages)}
         yield from {**families, **own}.values()

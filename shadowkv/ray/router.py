@@ -1,5 +1,5 @@
 """The requests that the front (``front.py``) sends to replicas, and the router that Ray Serve uses for them. The router
-chooses a replica by prefix, then by load (``prefixes.py``)."""
+chooses a replica by prefix, then by load (``PrefixTable``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.types import Scope
 
-from shadowkv.ray.prefixes import PrefixTable
+from shadowkv.engine.process.prefix_table import PrefixTable
 from shadowkv.serve.http.owners import PROMPT_OWNER, TENANT
 
 FIELDS = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path") + (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.process.prefix_table import margin_of
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import exit_on_signals, run_until_stopped, stops_repeated
 from shadowkv.serve.start import add_arguments, bound_socket, parse_arguments, with_surroundings
@@ -31,9 +32,6 @@ SEEN_TO = ("api_key", "cache_salt_by_key", "max_concurrent_requests_per_key", "a
     ("allowed_origins", "allow_credentials", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs")
 )
 """Settings that the front handles, and replicas do not have."""
-
-MARGIN = 4
-"""The router's ``margin`` is ``max_num_seqs`` divided by this number."""
 
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 """Ray Serve's logging: the front logs the requests."""
@@ -156,7 +154,7 @@ def _application(args: argparse.Namespace, config: EngineConfig, settings: Serve
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=IDLE_SECONDS,
         max_constructor_retry_count=1,
-        request_router_config=PrefixRouter.config(max(1, config.max_num_seqs // MARGIN)),
+        request_router_config=PrefixRouter.config(margin_of(config.max_num_seqs)),
     )
     own: dict[str, Any] = {name: getattr(ServerSettings, name) for name in SEEN_TO}
     own["storage_mib"] = 0.0  # nothing is stored: the next request may go to another replica

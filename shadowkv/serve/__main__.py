@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shadowkv.command_line import Parser, one_line
 from shadowkv.engine.child_process import STOP_SECONDS
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.vllm_flags import DATA_PARALLEL_SIZE
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import ENGINE_DIED, run_until_stopped, stops_repeated
@@ -22,12 +23,13 @@ from shadowkv.serve.start import (
     bound_socket,
     parse_arguments,
     start_engine,
+    start_replicas,
     with_surroundings,
 )
 from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
-    from shadowkv.engine.process.launch import EngineProcess
+    from shadowkv.engine.process.launch import EngineProcess, ReplicaProcesses
 
 CONCURRENCY = 2
 """A batch run has this many requests in flight for each sequence that the engine can run at once. Requests that do not
@@ -44,7 +46,9 @@ def main(
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags of a command line; ends the process with a one-line error if they are not valid."""
     parser = Parser(prog="shadowkv serve", description=__doc__)
-    add_arguments(parser)
+    add_arguments(parser, DATA_PARALLEL_SIZE)
+    text = "number of engines behind the port, each with --tensor-parallel-size GPUs of its own (default: %(default)s)"
+    parser.add_argument(DATA_PARALLEL_SIZE, "-dp", type=int, default=1, metavar="N", help=text)
     text = "number of HTTP processes in front of the engine; limits hold for their total (default: %(default)s)"
     parser.add_argument("--api-server-count", type=int, default=1, metavar="N", help=text)
     add_batch_files(parser.add_argument_group("batch mode, instead of a server"), required=False)
@@ -63,7 +67,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--api-server-count is for a server, not for a batch run")
     if args.resume and args.output is None:
         parser.error("--resume goes with --input and --output")
+    if args.data_parallel_size != 1:
+        _check_replicas(parser, args)
     return args
+
+
+def _check_replicas(parser: Parser, args: argparse.Namespace) -> None:
+    """Ends the process with a one-line error if other flags do not go with several engines."""
+    given = f"--data-parallel-size {args.data_parallel_size}"
+    if args.data_parallel_size < 1:
+        parser.error(f"{given} must be at least 1")
+    if args.input is not None:
+        parser.error(f"{given} is for a server; for a file of requests there is shadowkv ray batch --replicas N")
+    if args.api_server_count > 1:
+        parser.error(f"{given} takes --api-server-count 1: one HTTP process knows which engine has which prompt")
+    if args.compare is not None:
+        parser.error(f"{given} does not go with --compare, which has two engines on one GPU")
+    if args.device.startswith("cuda:"):
+        parser.error(f"{given} takes --device auto, cuda or cpu, not {args.device}: each engine has GPUs of its own")
 
 
 def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argparse.Namespace) -> int:
@@ -77,7 +98,11 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
             else:
                 settings = with_surroundings(settings)
                 listener = stack.enter_context(bound_socket(settings))
-            process = start(config, settings.compare)
+            process: EngineProcess | ReplicaProcesses
+            if args.data_parallel_size > 1:
+                process = start_replicas(config, args.data_parallel_size)
+            else:
+                process = start(config, settings.compare)
             stack.callback(process.stop, STOP_SECONDS)  # has no effect if ``serve`` has already stopped the process
             # With several processes, the import waits until ``Workers`` has set up the metrics that they share.
             if args.input is None and args.api_server_count == 1:

@@ -44,7 +44,7 @@ from shadowkv.serve.workers import Workers
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
-    from shadowkv.engine.process.launch import EngineProcess
+    from shadowkv.engine.process.launch import EngineProcess, ReplicaProcesses
 
 LOCALHOST = "localhost"
 """A value of ``allowed_origins`` that allows web pages of this machine on any port, as in llama.cpp."""
@@ -158,9 +158,11 @@ def ready_app(engines: Sequence[EngineClient], served_name: str, settings: Serve
     return app
 
 
-def serve(process: EngineProcess, served_name: str, listener: socket.socket, workers: Workers) -> bool:
+def serve(
+    process: EngineProcess | ReplicaProcesses, served_name: str, listener: socket.socket, workers: Workers
+) -> bool:
     """Serves the engines of ``process`` on a bound socket, which the processes of ``workers`` serve, too. Returns
-    whether the engine process has ended by itself. After a signal, shuts everything down and raises the signal's
+    whether the last engine process has ended by itself. After a signal, shuts everything down and raises the signal's
     exception, if the command has not been started with the signal ignored."""
 
     was_well = False

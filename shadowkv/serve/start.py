@@ -10,25 +10,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shadowkv.command_line import Parser, add_config_file
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.process.launch import ENGINE_MODULE, EngineProcess, ReplicaProcesses
 from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
 from shadowkv.settings import add_flags
 
-if TYPE_CHECKING:
-    from shadowkv.engine.process.launch import EngineProcess
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the model and the flags of engines and servers, in groups."""
+def add_arguments(parser: argparse.ArgumentParser, *own: str) -> None:
+    """Adds the model and the flags of engines and servers, in groups. ``own`` are flags of vLLM that the command
+    supports."""
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model")
     add_config_file(parser)
     EngineConfig.add_arguments(parser)
-    add_vllm_flags(parser)
+    add_vllm_flags(parser, *own)
     add_flags(parser, ServerSettings)
 
 
@@ -118,12 +116,20 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def start_engine(config: EngineConfig, compare: str | None, **module: str) -> EngineProcess:
+def start_engine(config: EngineConfig, compare: str | None, module: str = ENGINE_MODULE) -> EngineProcess:
     """Starts the process of an engine. With ``compare``, the process also has a second engine, with that policy and the
     same weights. The second engine has room for two sequences: a running one and a cached one. ``module`` as for
     ``EngineProcess``."""
     print(f"loading {config.model}", file=sys.stderr, flush=True)
-    # Imported here: --help does not need PyTorch, whose import takes seconds.
-    from shadowkv.engine.process.launch import EngineProcess
+    return EngineProcess(config, compare, module)
 
-    return EngineProcess(config, compare, **module)
+
+def start_replicas(config: EngineConfig, count: int) -> ReplicaProcesses:
+    """Starts the processes of ``count`` engines of one model, each with its own GPUs. Raises ValueError if all would
+    take the same host memory."""
+    if config.spec().place == "host" and config.host_memory_gib is None:
+        raise ValueError(
+            f"--data-parallel-size {count} with --kv {config.kv} needs --host-memory-gib: host memory of each engine"
+        )
+    print(f"loading {config.model} in {count} engines", file=sys.stderr, flush=True)
+    return ReplicaProcesses(config, count)

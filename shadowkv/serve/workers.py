@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from shadowkv.engine.child_process import ending, start_process
 from shadowkv.engine.held_folder import HeldFolder
+from shadowkv.engine.process.launch import EngineProcess
 from shadowkv.serve.http.counts import Counts
 from shadowkv.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.facts import EngineFacts
-    from shadowkv.engine.process.launch import EngineProcess
+    from shadowkv.engine.process.launch import ReplicaProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,14 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, process: EngineProcess, served_name: str, listener: socket.socket, settings: ServerSettings
+        self,
+        count: int,
+        process: EngineProcess | ReplicaProcesses,
+        served_name: str,
+        listener: socket.socket,
+        settings: ServerSettings,
     ) -> None:
-        self._process, self._seconds = process, settings.shutdown_timeout + END_SECONDS
+        self._seconds = settings.shutdown_timeout + END_SECONDS
         self._workers: list[_Worker] = []
         self._draining_since: float | None = None
         self._exit = ExitStack()
@@ -100,6 +106,8 @@ class Workers:
         if count == 1:
             self.counts = Counts(keys)
             return
+        assert isinstance(process, EngineProcess), "several engines have one HTTP process"
+        self._process = process
         # The engine's folder is not used, because it is removed as soon as the engine ends.
         self._shared = self._exit.enter_context(HeldFolder())
         folder = self._shared.path

@@ -121,7 +121,7 @@ def test_what_is_no_message_at_all_harms_nobody(engine: LocalEngine) -> None:
     async def work() -> None:
         await outputs(engine, SHORT, prompt(1, 9))
         with zmq.Context.instance().socket(zmq.DEALER) as stranger:
-            stranger.connect(messages.socket_address(engine._folder, engine.core.name))
+            stranger.connect(messages.socket_address(engine.folder, engine.core.name))
             for message in (b"", b"\xc1", b"GET / HTTP/1.1", messages.encode({"type": "Add"}), bytes(1000)):
                 stranger.send(message)
             stranger.send(messages.encode(messages.Statistics(1)))

@@ -133,6 +133,10 @@ class FakeEngine:
         fetches = FetchCounts(1000, 300, 614400)
         return EngineStats(len(self.running), 3, tiers, fetches, prefixes, 1, 0.25 if usage else None, 4096)
 
+    @property
+    def engines(self) -> Sequence[FakeEngine]:
+        return (self,)
+
     def disconnect(self) -> None:
         pass
 

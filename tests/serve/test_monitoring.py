@@ -51,7 +51,7 @@ def samples(post, call) -> dict[str, dict[str, set[str]]]:
             for label, value in sample.labels.items():
                 found[sample.name][label].add(value)
             found[sample.name]["replica"] |= set()  # which a front adds
-    assert ':replicas"' in (ROOT / "shadowkv/ray/front.py").read_text()
+    assert ':replicas"' in (ROOT / "shadowkv/serve/http/metrics.py").read_text()
     return {**found, "shadowkv:replicas": {}}
 
 

@@ -94,7 +94,6 @@ REFUSED = [
     ("--enable-lora", "--adapter"),
     ("--lora-modules sql=/adapters/sql", "--adapter"),
     ("--pipeline-parallel-size 2", "--tensor-parallel-size"),
-    ("--data-parallel-size 2", "shadowkv ray serve --replicas"),
     ("--cpu-offload-gb 4", "--quantization fp8"),
     ("--kv-offloading-size 4", "--kv-offload-gib"),
     ("--convert embed", "no embeddings"),

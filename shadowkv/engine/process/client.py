@@ -48,6 +48,9 @@ class ClientRequest:
         packed: the prompt as bytes (``messages.pack_ids``).
         looked_up, tenant, priority: as in ``Request``.
         arrival: time of arrival, in seconds of ``time.monotonic``.
+        prefix: hashes of the prompt's pages, if several engines share the requests (``replicas.py``).
+        engine: the client of the engine that serves the request; None before ``generate``.
+        moved: whether another engine, which has died, had the request before.
     """
 
     request_id: str
@@ -59,6 +62,9 @@ class ClientRequest:
     priority: int = 0
     looked_up: bool = True
     arrival: float = field(default_factory=time.monotonic)
+    prefix: Sequence[str] = ()
+    engine: EngineClient | None = None
+    moved: bool = False
 
 
 Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | None]]
@@ -68,7 +74,8 @@ class Answers:
     """Receives the outputs of some requests. Unread outputs of a request are read together."""
 
     def __init__(self, requests: Sequence[ClientRequest], tokenizer: Tokenizer) -> None:
-        self._numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self.requests = {request.request_id: request for request in requests}
+        self._numbers = {name: number for number, name in enumerate(self.requests)}
         self._texts = [AnswerText(tokenizer, request.params) for request in requests]
         self._outputs: dict[int, list[TokenOutput]] = {}
         self._error: Exception | None = None
@@ -76,10 +83,14 @@ class Answers:
         self._ended: set[int] = set()
         self.unfinished = set(self._numbers)
         """Requests that the engine has not finished."""
+        self.begun: set[str] = set()
+        """Requests that have a token, or an error instead."""
 
     def take(self, output: TokenOutput) -> None:
         """Adds an output."""
         self._outputs.setdefault(self._numbers[output.request_id], []).append(output)
+        if not output.is_progress:
+            self.begun.add(output.request_id)
         if output.finish_reason is not None:
             self.unfinished.discard(output.request_id)
         self._wake()
@@ -136,15 +147,18 @@ class EngineClient:
     Attributes:
         stopping: whether the engine is being shut down on purpose.
         watch: called with each step's outputs for this client's requests, before they are streamed.
+        hand_on: called with each request that the engine has not ended when it dies, and with the answers that the
+            request belongs to. Returns whether another engine serves the request now.
         name: this client's name, by which engines know it.
     """
 
     def __init__(
         self, facts: EngineFacts, tokenizer: Tokenizer, folder: str, alive: Callable[[], bool] = lambda: True
     ) -> None:
-        self._facts, self.tokenizer, self._folder, self._alive = facts, tokenizer, folder, alive
+        self.facts, self.tokenizer, self.folder, self._alive = facts, tokenizer, folder, alive
         self.advice, self.max_concurrency = facts.advice, facts.max_concurrency
         self.watch: Callable[[Sequence[TokenOutput]], None] = lambda outputs: None
+        self.hand_on: Callable[[ClientRequest, Answers], bool] = lambda request, answers: False
         self.model_name, self.max_model_len = facts.model_name, facts.limits.max_model_len
         self.model_path = facts.model_path
         self.default_max_tokens = facts.limits.default_max_tokens
@@ -161,17 +175,32 @@ class EngineClient:
 
     def describe(self) -> list[str]:
         """Lines for a server's start: the model, the policy, and how many sequences of which length fit."""
-        return self._facts.notes
+        return self.facts.notes
 
     @property
     def fingerprint(self) -> str:
         """Eight hexadecimal digits: a hash of the model's name and all settings."""
-        return hashlib.sha256(f"{self._facts.model_name} {self._facts.config!r}".encode()).hexdigest()[:8]
+        return hashlib.sha256(f"{self.facts.model_name} {self.facts.config!r}".encode()).hexdigest()[:8]
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine serves requests."""
         return not self._ended and self._alive()
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine is alive and takes new requests."""
+        return self.is_alive and not self.stopping
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """The clients of the single engines: this one, if there is one engine."""
+        return (self,)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of this client's requests that the engine has not ended."""
+        return len(self._answers)
 
     # -- the sockets ------------------------------------------------------------------------------------------------
 
@@ -186,7 +215,7 @@ class EngineClient:
         self._loop = loop
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         # A client that connects again, from another event loop, gets a new address; its old requests are aborted.
-        address = messages.socket_address(self._folder, f"{self.name}-{next(self._numbers)}")
+        address = messages.socket_address(self.folder, f"{self.name}-{next(self._numbers)}")
         self._events, self._commands = context.socket(zmq.PULL), context.socket(zmq.DEALER)
         for socket in (self._events, self._commands):
             socket.set(zmq.SNDHWM, 0)
@@ -194,7 +223,7 @@ class EngineClient:
             socket.set(zmq.LINGER, 0)
         self._events.bind(address)
         self._commands.set(zmq.IDENTITY, self.name.encode())
-        self._commands.connect(messages.socket_address(self._folder, self._facts.socket))
+        self._commands.connect(messages.socket_address(self.folder, self.facts.socket))
         self._send(messages.Greeting(messages.VERSION, address))
         for socket in (self._events, self._commands):
             loop.add_reader(socket, self._receive)
@@ -262,13 +291,15 @@ class EngineClient:
         if self._ended:
             return
         self._ended, self._error = True, error
-        for answer in self._answers.values():
-            answer.fail(self._end())
+        lost, self._answers = self._answers, {}
+        for name, answers in lost.items():
+            if not self.hand_on(answers.requests[name], answers):
+                answers.fail(self.end())
         for question in self._questions.values():
             if not question.done():
-                question.set_exception(self._end())
+                question.set_exception(self.end())
 
-    def _end(self) -> EngineDead:
+    def end(self) -> EngineDead:
         """The error that says why the engine serves no more requests."""
         if self.stopping or (self._ended and self._error is None):
             return EngineStopped("the engine has been shut down")
@@ -287,7 +318,7 @@ class EngineClient:
     def _number(self) -> int:
         self._connect()
         if not self.is_alive:
-            raise self._end()
+            raise self.end()
         return next(self._numbers)
 
     def _expect(self, number: int) -> asyncio.Future[Any]:
@@ -320,7 +351,7 @@ class EngineClient:
 
         Any thread can call it. An event loop's thread should not, because long prompts take a while.
         """
-        limits = self._facts.limits
+        limits = self.facts.limits
         limits.check(prompt_token_ids, params)
         max_tokens = limits.max_tokens(len(prompt_token_ids), params)
         name, packed = f"{self.name}-{next(self._numbers)}", messages.pack_ids(prompt_token_ids)
@@ -343,34 +374,37 @@ class EngineClient:
         Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for a request,
         EngineDead if the engine has stopped.
         """
-        self._connect()
-        if not self.is_alive:
-            raise self._end()
-        assert self._loop is not None
-        answers = Answers(requests, self.tokenizer)
-        names = [request.request_id for request in requests]
-        timer = (
-            None if timeout is None else self._loop.call_later(max(0.0, timeout), answers.fail, asyncio.TimeoutError())
-        )
-        self._answers.update(dict.fromkeys(names, answers))
-        left = set(names)
+        answers, loop = Answers(requests, self.tokenizer), asyncio.get_running_loop()
+        timer = None if timeout is None else loop.call_later(max(0.0, timeout), answers.fail, asyncio.TimeoutError())
+        left = set(range(len(requests)))
         try:
             for request in requests:
-                what = request.packed, request.params, request.arrival, request.looked_up
-                self._send(messages.Add(request.request_id, *what, request.tenant, request.priority, save))
+                self.begin(request, answers, save)
             while left:
                 for number, output in await answers.read():
                     if output.finish_reason is not None:
-                        self._leave(names[number], answers, stopped=output.stop_string is not None)
-                        left.discard(names[number])
+                        _leave(requests[number], answers, stopped=output.stop_string is not None)
+                        left.discard(number)
                     yield number, output
         finally:
             if timer is not None:
                 timer.cancel()
-            for name in left:
-                self._leave(name, answers, stopped=False)
+            for number in left:
+                _leave(requests[number], answers, stopped=False)
 
-    def _leave(self, name: str, answers: Answers, stopped: bool) -> None:
+    def begin(self, request: ClientRequest, answers: Answers, save: tuple[int, str] | None = None) -> None:
+        """Sends a request to the engine, whose outputs ``answers`` gets; ``save`` as for ``generate``. Raises
+        EngineDead."""
+        self._connect()
+        if not self.is_alive:
+            raise self.end()
+        request.engine = self
+        self._answers[request.request_id] = answers
+        what = request.packed, request.params, request.arrival, request.looked_up
+        self._send(messages.Add(request.request_id, *what, request.tenant, request.priority, save))
+
+    def leave(self, name: str, answers: Answers, stopped: bool) -> None:
+        """Forgets a request. If the engine has not finished it, the engine aborts it, or with ``stopped`` ends it."""
         self._answers.pop(name, None)
         if name in answers.unfinished and self.is_alive:
             answers.unfinished.discard(name)
@@ -476,11 +510,11 @@ class EngineClient:
 
     @property
     def _keeps_files(self) -> bool:
-        return self._facts.config.kv_disk_dir is not None
+        return self.facts.config.kv_disk_dir is not None
 
     def _shareable(self, request: ClientRequest) -> bool:
         return (
-            self._facts.config.enable_prefix_caching
+            self.facts.config.enable_prefix_caching
             and request.params.cache_prompt
             and len(request.prompt_token_ids) > PAGE
         )
@@ -488,6 +522,11 @@ class EngineClient:
     def _check_directory(self) -> None:
         if not self._keeps_files:
             raise RequestError("this server has no disk tier: it was started without --kv-disk-dir")
+
+
+def _leave(request: ClientRequest, answers: Answers, stopped: bool) -> None:
+    if request.engine is not None:
+        request.engine.leave(request.request_id, answers, stopped)
 
 
 def _error_of(failure: messages.Failure) -> Exception:

@@ -80,12 +80,14 @@ class Launch:
     Attributes:
         compare: policy of a second engine on the same weights; None for one engine.
         folder: folder of the engines' sockets.
+        replica: number of the engine among several on this machine, and their count; None if it is the only one.
         registered: registrations for the engine's process.
     """
 
     config: EngineConfig
     compare: str | None
     folder: str
+    replica: tuple[int, int] | None = None
     registered: Registered = field(default_factory=Registered.here)
 
 

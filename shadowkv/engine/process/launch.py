@@ -1,5 +1,5 @@
 """``EngineProcess``: starts an engine's process and watches it. It is used by the HTTP server, and by batches that run
-on Ray."""
+on Ray. ``ReplicaProcesses`` does the same with several engines of one model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import logging
 import subprocess
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
@@ -19,8 +20,11 @@ from shadowkv.engine.held_folder import HeldFolder
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.facts import EngineFacts
+    from shadowkv.models.tokenization.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+ENGINE_MODULE = "shadowkv.engine.process.main"
 
 
 class EngineProcess:
@@ -29,6 +33,7 @@ class EngineProcess:
 
     Args:
         compare: policy of a second engine on the same weights, for comparisons.
+        replica: number of the engine among several on this machine, and their count; None if it is the only one.
         module: the module that the process runs. The process's command line has the descriptor of the socket to this
             process.
 
@@ -37,9 +42,14 @@ class EngineProcess:
     """
 
     def __init__(
-        self, config: EngineConfig, compare: str | None = None, module: str = "shadowkv.engine.process.main"
+        self,
+        config: EngineConfig,
+        compare: str | None = None,
+        module: str = ENGINE_MODULE,
+        replica: tuple[int, int] | None = None,
     ) -> None:
         self._config, self._ended, self._stopping = config, Future[str](), False
+        self._name = "the engine" if replica is None else f"engine {replica[0]}"
         self._facts: list[EngineFacts] = []
         self._clients: list[EngineClient] = []
         # This process removes the folder at its end. If this process is killed, the engine's process removes it.
@@ -56,13 +66,13 @@ class EngineProcess:
 
             with suppress(OSError):
                 self._control.send(script())
-                self._control.send(Launch(config, compare, self.folder))
+                self._control.send(Launch(config, compare, self.folder, replica))
             failing.pop_all()
 
     @property
     def facts(self) -> list[EngineFacts]:
         """Facts of the engines, the served one first. Waits and raises as ``clients`` does."""
-        self._wait()
+        self.wait()
         return self._facts
 
     @property
@@ -72,10 +82,12 @@ class EngineProcess:
         Raises ValueError, MemoryError or OSError if loading the model fails, ChildProcessError if the process ends
         without a reason.
         """
-        self._wait()
+        self.wait()
         return self._clients
 
-    def _wait(self) -> None:
+    def wait(self, tokenizer: Tokenizer | None = None) -> None:
+        """Waits until the engines serve. ``tokenizer`` is the model's, if it is already loaded. Raises what ``clients``
+        raises."""
         if self._clients:
             return
         with ExitStack() as failing:
@@ -83,8 +95,9 @@ class EngineProcess:
             from shadowkv.engine.process.client import EngineClient
             from shadowkv.engine.startup.loading import tokenizer_from_config
 
-            tokenizer = tokenizer_from_config(self._config)
-            tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
+            if tokenizer is None:
+                tokenizer = tokenizer_from_config(self._config)
+                tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
             self._facts = self._answer()
             self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
             failing.pop_all()
@@ -99,7 +112,7 @@ class EngineProcess:
         with suppress(OSError, EOFError):
             answer = self._control.recv()
         if answer is None:
-            raise ChildProcessError(f"the engine's process has not started: {ending(self._process)}")
+            raise ChildProcessError(f"the process of {self._name} has not started: {ending(self._process)}")
         if isinstance(answer, NotStarted):
             raise getattr(builtins, answer.kind)(answer.message)
         facts: list[EngineFacts] = answer
@@ -135,7 +148,61 @@ class EngineProcess:
 
     def _watch(self) -> None:
         self._process.wait()
-        reason = f"the engine has died: its process has ended ({ending(self._process)})"
+        reason = f"{self._name} has died: its process has ended ({ending(self._process)})"
         if not self._stopping:
             logger.error("%s", reason)
         self._ended.set_result(reason)
+
+
+class ReplicaProcesses:
+    """The processes of several engines of one model, each with its own GPUs, behind one client (``ReplicaClient``).
+    They end when this process ends. The constructor does not wait for the models to load.
+
+    Args:
+        count: number of engines.
+        module: as for ``EngineProcess``.
+    """
+
+    def __init__(self, config: EngineConfig, count: int, module: str = ENGINE_MODULE) -> None:
+        self._processes: list[EngineProcess] = []
+        self._clients: list[EngineClient] = []
+        with ExitStack() as failing:
+            failing.callback(self.stop, 0.0)
+            for replica in range(count):
+                self._processes.append(EngineProcess(config, None, module, (replica, count)))
+            failing.pop_all()
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """The client of all engines. Waits until all serve. If one does not start, stops the others, and raises what
+        ``EngineProcess.clients`` raises."""
+        if not self._clients:
+            with ExitStack() as failing:
+                failing.callback(self.stop, 0.0)
+                tokenizer = self._processes[0].clients[0].tokenizer
+                for process in self._processes[1:]:
+                    process.wait(tokenizer)
+                failing.pop_all()
+            from shadowkv.engine.process.replicas import ReplicaClient
+
+            self._clients = [ReplicaClient([process.clients[0] for process in self._processes])]
+        return self._clients
+
+    def stop(self, seconds: float) -> None:
+        """Stops all processes at once, as ``EngineProcess.stop`` does."""
+        with ThreadPoolExecutor(len(self._processes) or 1) as threads:
+            list(threads.map(lambda process: process.stop(seconds), self._processes))
+
+    def when_it_ends(self, callback: Callable[[str], object]) -> None:
+        """Registers a callback. It is called with the reason when the last process has ended, on any thread."""
+        running, lock = set(range(len(self._processes))), threading.Lock()
+
+        def end(replica: int, reason: str) -> None:
+            with lock:
+                running.discard(replica)
+                is_last = not running
+            if is_last:
+                callback(reason)
+
+        for replica, process in enumerate(self._processes):
+            process.when_it_ends(partial(end, replica))

@@ -64,11 +64,13 @@ class Core(Protocol):
 
 
 def load_cores(launch: Launch) -> list[EngineCore]:
-    """Starts the engine of ``launch``.
+    """Starts the engine of ``launch``, on its own GPUs if it is one of several.
 
     With ``compare`` it also starts a second engine with that policy on the same weights, for one running and one cached
     sequence. Raises ChildProcessError if a tensor-parallel rank cannot start.
     """
+    if launch.replica is not None:
+        _choose_gpus(launch.config, *launch.replica)
     from shadowkv.engine.engine import Engine
     from shadowkv.engine.startup.loading import load_for_engine
     from shadowkv.layers.group import RankFailure
@@ -87,6 +89,28 @@ def load_cores(launch: Launch) -> list[EngineCore]:
         raise ValueError(error.as_flags({"kv": "--compare"})) from error
     _started(compared)
     return [_started(EngineCore(Engine(launch.config, loaded), launch.folder, "engine")), compared]
+
+
+def _choose_gpus(config: EngineConfig, replica: int, replicas: int) -> None:
+    """Hides all GPUs from this process and its children but those of one of ``replicas`` engines: the first
+    ``tensor_parallel_size`` visible ones for engine 0, and so on. Has no effect on a CPU. Raises ValueError if there
+    are too few."""
+    import torch
+
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [str(gpu) for gpu in range(torch.cuda.device_count())] if given is None else given.split(",")
+    visible = visible[: torch.cuda.device_count()]  # CUDA ignores those after an invalid one
+    each = config.tensor_parallel_size
+    if replicas * each > len(visible):
+        raise ValueError(
+            f"--data-parallel-size {replicas} with --tensor-parallel-size {each} needs {replicas * each} GPUs, and "
+            f"this machine has {len(visible)}"
+        )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[replica * each : (replica + 1) * each])
+    if torch.cuda.device_count() != each:
+        raise OSError(f"engine {replica} cannot choose its GPUs, because its process has used CUDA before")
 
 
 def _started(core: EngineCore) -> EngineCore:

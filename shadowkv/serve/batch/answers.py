@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from shadowkv.engine.request import EngineBusy
+from shadowkv.engine.request import EngineBusy, EngineDead
 from shadowkv.serve.anthropic.routes import Messages
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.batch.lines import LineRequest
@@ -58,11 +57,18 @@ class LineAnswers:
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``."""
+        """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``. If one of several
+        engines dies with a part of the answer, another one begins anew, once."""
+        lost = False
         while True:
-            with suppress(EngineBusy):
+            try:
                 return await self._answer(request)
-            await asyncio.sleep(BUSY_SECONDS)
+            except EngineBusy:
+                await asyncio.sleep(BUSY_SECONDS)
+            except EngineDead:
+                if lost or not self._engine.is_alive:
+                    raise
+                lost = True
 
     async def _answer(self, request: LineRequest) -> dict[str, Any]:
         endpoint = self._endpoints[request.url]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,9 @@ FIGURES = {
 }
 """Samples that ``Metrics.figures`` returns, and their names in its result."""
 
+ENGINE = "engine"
+"""vLLM's name of the label that says which of several engines a sample is of. Its values are 0, 1 and so on."""
+
 LOWER = ("host", "disk")
 TIERS_OF = {
     **dict.fromkeys(("copied_bytes", "refused_copies", "restored_bytes"), LOWER),
@@ -118,15 +122,17 @@ class ConnectionMetrics:
 
 
 class Metrics(ConnectionMetrics):
-    """Metrics of one server: of its requests, its connections and its engine. If the server is a single process, also
+    """Metrics of one server: of its requests, its connections and its engines. If the server is a single process, also
     of that process."""
 
     def __init__(
         self, engine: EngineClient, model: str, shared: bool = False, prefix: str = METRICS_PREFIXES[0]
     ) -> None:
         super().__init__(model, shared, prefix)
-        self._engine, self._figures = engine, _EngineFigures(engine, model, prefix)
-        self._shown.register(self._figures)
+        # llama.cpp's page has no labels, so it has the sums of all engines.
+        engines = (engine,) if prefix == LLAMA_PREFIX else engine.engines
+        self._figures = [_EngineFigures(one, model, prefix) for one in engines]
+        self._shown.register(_Engines(self._figures, prefix) if len(engines) > 1 else self._figures[0])
         if not shared:
             ProcessCollector(registry=self.registry)
 
@@ -184,10 +190,8 @@ class Metrics(ConnectionMetrics):
         engine.watch = self._step
 
     async def text(self) -> bytes:
-        """The metrics page, without the engine's metrics if the engine is dead."""
-        self._figures.stats = None
-        with suppress(EngineDead):
-            self._figures.stats = await self._engine.stats(usage=True)
+        """The metrics page, without the metrics of engines that are dead."""
+        await asyncio.gather(*(figures.update() for figures in self._figures))
         return llama_page(self._shown.collect()) if self._prefix == LLAMA_PREFIX else await super().text()
 
     def figures(self) -> dict[str, float]:
@@ -279,20 +283,26 @@ class Metrics(ConnectionMetrics):
 
 
 class _EngineFigures(Collector):
-    """Metrics of the engine.
+    """Metrics of an engine.
 
     Attributes:
         stats: the engine's latest statistics. With None, the engine's configuration is the only metric.
     """
 
     def __init__(self, engine: EngineClient, model: str, prefix: str) -> None:
-        self._model, self._prefix = model, prefix
+        self._engine, self._model, self._prefix = engine, model, prefix
         self._config = {
             "kv": engine.kv,
             "kv_cache_size_tokens": str(int(engine.max_concurrency * engine.max_model_len)),
             "kv_cache_max_concurrency": f"{engine.max_concurrency:.2f}",
         }
         self.stats: EngineStats | None = None
+
+    async def update(self) -> None:
+        """Sets ``stats``, to None if the engine is dead."""
+        self.stats = None
+        with suppress(EngineDead):
+            self.stats = await self._engine.stats(usage=True)
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
@@ -382,3 +392,31 @@ class _EngineFigures(Collector):
                 stats = tiers[tier]
                 seconds.add_metric([self._model, tier], stats.restores, stats.restore_seconds)
         yield seconds
+
+
+class _Engines(Collector):
+    """Metrics of several engines, with a label for each."""
+
+    def __init__(self, engines: Sequence[_EngineFigures], prefix: str) -> None:
+        self._engines, self._prefix = engines, prefix
+
+    def collect(self) -> Iterator[Metric]:
+        yield replicas_gauge(self._prefix, sum(one.stats is not None for one in self._engines))
+        yield from labelled(ENGINE, {str(number): one.collect() for number, one in enumerate(self._engines)})
+
+
+def replicas_gauge(prefix: str, count: int) -> Metric:
+    """The metric of the number of engines that answer, behind one port."""
+    gauge = GaugeMetricFamily(f"{prefix}:replicas", "Replicas that answer.")
+    gauge.add_metric([], count)
+    return gauge
+
+
+def labelled(label: str, parts: Mapping[str, Iterable[Metric]]) -> Iterable[Metric]:
+    """Merges metrics of several engines. Each sample gets the label ``label``, whose value is its key in ``parts``."""
+    families: dict[str, Metric] = {}
+    for value, metrics in parts.items():
+        for family in metrics:
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged.samples += [one._replace(labels={**one.labels, label: value}) for one in family.samples]
+    return families.values()

@@ -39,9 +39,10 @@ class ModelList(Answer):
 
 
 class Health(Answer):
-    """Answer of ``/health``, with 503 if the engine is dead."""
+    """Answer of ``/health``, with 503 if all engines are dead. If there are several, it has the status of each."""
 
     status: Literal["ok", "dead"]
+    engines: list[Literal["ok", "dead"]] = []  # noqa: RUF012
 
 
 class Load(Answer):
@@ -87,8 +88,10 @@ def status_routes(
     @router.post("/ping", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     async def get_health() -> Response:
-        alive = engine.is_alive
-        return JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
+        answer: dict[str, Any] = {"status": _status(engine)}
+        if len(engine.engines) > 1:
+            answer["engines"] = [_status(one) for one in engine.engines]
+        return JSONResponse(answer, status_code=200 if engine.is_alive else 503)
 
     @router.get("/load", **documented(Load, 503))
     async def get_load() -> dict[str, int]:
@@ -107,3 +110,7 @@ def status_routes(
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=started)
 
     return router
+
+
+def _status(engine: EngineClient) -> str:
+    return "ok" if engine.is_alive else "dead"

@@ -1,0 +1,271 @@
+"""Several engines behind one port (``--data-parallel-size``): who gets a prompt, and what happens as they die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from replies import events
+from server_processes import BODY, SECONDS, Server, server
+
+from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.engine import EngineStats
+from shadowkv.engine.llm import LLM
+from shadowkv.engine.process.main import _choose_gpus
+from shadowkv.engine.process.replicas import together
+from shadowkv.engine.speculation.speculation import SpeculationStats
+from shadowkv.kvcache.decode.fetching import FetchCounts
+from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.ray.serve import parse as parse_ray
+from shadowkv.serve.__main__ import main, parse
+from shadowkv.serve.process import ENGINE_DIED
+from tests.waiting import wait_until
+
+TWO = "--data-parallel-size=2"
+PAGES = 4
+KILLED = "engine {} has died: its process has ended (SIGKILL: the system may have run out of memory)"
+
+
+def engines(one: Server) -> list[psutil.Process]:
+    return [one.engine, *one.workers]
+
+
+def samples(one: Server, name: str, **labels: str) -> dict[str, float]:
+    """Values of a metric by engine."""
+    page = httpx.get(f"{one.url}/metrics", timeout=SECONDS).text
+    found = [each for family in text_string_to_metric_families(page) for each in family.samples]
+    return {
+        each.labels.get("engine", ""): each.value
+        for each in found
+        if each.name == f"shadowkv:{name}" and labels.items() <= each.labels.items()
+    }
+
+
+def document(number: int) -> list[int]:
+    return [2 + number] * (PAGES * 64)
+
+
+class Stream:
+    """A stream, which has its first token unless told otherwise, and is read on a thread."""
+
+    def __init__(self, one: Server, **body: Any) -> None:
+        self.text, self._first = "", threading.Event()
+        self._client = httpx.Client(timeout=SECONDS)
+        request = self._client.build_request("POST", f"{one.url}/v1/completions", json={**BODY, "stream": True, **body})
+        self._thread = threading.Thread(target=self._read, args=(request,))
+        self._thread.start()
+
+    def _read(self, request: httpx.Request) -> None:
+        response = self._client.send(request, stream=True)
+        for text in response.iter_text():
+            self.text += text
+            self._first.set()
+        self._first.set()
+
+    def begun(self) -> Stream:
+        assert self._first.wait(SECONDS)
+        return self
+
+    def last(self) -> Any:
+        """Its last event."""
+        self._thread.join(SECONDS)
+        self._client.close()
+        return events(self)[-1]
+
+
+def batch_of(one: Server, lines: int) -> str:
+    """The id of a batch of long requests."""
+    line = {"method": "POST", "url": "/v1/completions", "body": BODY}
+    data = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(lines))
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": data.encode()}}
+    file = httpx.post(f"{one.url}/v1/files", timeout=SECONDS, **form).json()["id"]
+    about = {"input_file_id": file, "endpoint": "/v1/completions"}
+    id: str = httpx.post(f"{one.url}/v1/batches", json=about, timeout=SECONDS).json()["id"]
+    return id
+
+
+def batch_now(one: Server, id: str) -> Any:
+    return httpx.get(f"{one.url}/v1/batches/{id}", timeout=SECONDS).json()
+
+
+@contextmanager
+def two_streams(one: Server, **body: Any) -> Iterator[list[Stream]]:
+    """One in each engine, since the second goes to the one without work."""
+    streams = [Stream(one, prompt=[40 + number] * 40, **body).begun() for number in range(2)]
+    assert samples(one, "num_requests_running") == {"0": 1.0, "1": 1.0}
+    yield streams
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-dp", "0"], "--data-parallel-size 0 must be at least 1"),
+        ([TWO, "--input=a", "--output=b"], "for a file of requests there is shadowkv ray batch --replicas N"),
+        ([TWO, "--api-server-count=2"], "--data-parallel-size 2 takes --api-server-count 1"),
+        ([TWO, "--compare=full"], "--data-parallel-size 2 does not go with --compare"),
+        ([TWO, "--device=cuda:1"], "takes --device auto, cuda or cpu, not cuda:1"),
+    ],
+)
+def test_flags_that_are_refused(flags: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_host_memory_that_all_would_take(capsys: Any) -> None:
+    assert main([TWO, "--kv=turbo-host", "--port=0"]) == 2
+    assert "--kv turbo-host needs --host-memory-gib: host memory of each engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "chosen"),
+    [(None, 1, ["0", "1", "2"]), (None, 2, ["0,1", "2,3"]), ("7,5,GPU-ab,2", 2, ["7,5", "GPU-ab,2"])],
+)
+def test_each_engine_has_gpus_of_its_own(monkeypatch: Any, visible: str | None, ranks: int, chosen: list[str]) -> None:
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+
+    def count() -> int:
+        return len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if "CUDA_VISIBLE_DEVICES" in os.environ else 4
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    for replica, wanted in enumerate(chosen):
+        monkeypatch.setattr(os, "environ", dict(given))
+        _choose_gpus(EngineConfig(tensor_parallel_size=ranks), replica, len(chosen))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
+
+
+def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    message = "--data-parallel-size 3 with --tensor-parallel-size 2 needs 6 GPUs, and this machine has 4"
+    with pytest.raises(ValueError, match=message):
+        _choose_gpus(EngineConfig(tensor_parallel_size=2), 0, 3)
+    _choose_gpus(EngineConfig(tensor_parallel_size=2, device="cpu"), 0, 3)
+    assert not os.environ
+    with pytest.raises(OSError, match="engine 1 cannot choose its GPUs"):  # as if CUDA were in use already
+        _choose_gpus(EngineConfig(), 1, 2)
+
+
+def test_what_has_no_several_engines_says_what_has(capsys: Any) -> None:
+    reason = "use a server: shadowkv serve --data-parallel-size N, or shadowkv ray serve --replicas N"
+    with pytest.raises(ValueError, match=reason):
+        LLM("smollm2-135m-instruct", data_parallel_size=2)
+    with pytest.raises(SystemExit):
+        parse_ray(["-dp", "2"])
+    assert reason in capsys.readouterr().err
+
+
+def test_statistics_add_up() -> None:
+    drafts = SpeculationStats(1, 2, 3, [1, 0])
+    first = EngineStats(1, 2, {"device": TierUse(3, 4)}, FetchCounts(5), {}, speculation=drafts)
+    second = EngineStats(1, 0, {"device": TierUse(1, 4), "host": TierUse(1, 1)}, FetchCounts(), {}, speculation=drafts)
+    both = together([first, second])
+    assert (both.running, both.waiting, both.fetches.selected, both.usage) == (2, 2, 5, None)
+    assert both.tiers == {"device": TierUse(4, 8), "host": TierUse(1, 1)}
+    assert both.speculation == SpeculationStats(2, 4, 6, [2, 0])
+    assert together([None, None]) is None
+
+
+def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_other_along(tiny_model: Path) -> None:
+    with server(tiny_model, TWO, "--shutdown-timeout=600", "--kv-offload-gib=0.1") as one:
+        family = one.family()
+
+        # Documents spread, and later questions follow them.
+        def cached(prompt: list[int], **more: Any) -> int:
+            answer = one.ask(prompt=prompt, max_tokens=2, **more)[0].json()
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert [cached([*document(number), 9]) for number in range(4)] == [0] * 4
+        for number in (2, 0, 3, 1):
+            assert cached([*document(number), 8, 7]) == PAGES * 64
+        assert samples(one, "prefix_cache_hit_tokens_total", tier="device") == dict.fromkeys("01", 2.0 * PAGES * 64)
+        assert cached([*document(0), 8, 7], cache_salt="another") == 0
+
+        # What is of the server is once, and what is of an engine has its label.
+        assert samples(one, "replicas") == {"": 2.0}
+        assert samples(one, "generation_tokens_total") == {"": 18.0}
+        assert samples(one, "cache_config_info") == {"0": 1.0, "1": 1.0}
+        stats = httpx.get(f"{one.url}/page/stats", timeout=SECONDS).json()
+        assert stats["segment_count"] >= 5 and stats["tiers"]["host"]["total_bytes"] > 2 * 0.09 * 2**30
+
+        # A client that hangs up, and an engine that is killed in the middle of an answer.
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
+        wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
+        with two_streams(one) as streams:
+            batch = batch_of(one, 4)
+            wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
+            engines(one)[1].kill()
+            lasts = [stream.last() for stream in streams]
+        errors = [last["error"] for last in lasts if "error" in last]
+        assert [(error["code"], error["message"]) for error in errors] == [("engine_dead", KILLED.format(1))]
+        assert [last["choices"][0]["finish_reason"] for last in lasts if "error" not in last] == ["length"]
+        health = httpx.get(f"{one.url}/health", timeout=SECONDS)
+        assert (health.status_code, health.json()) == (200, {"status": "ok", "engines": ["ok", "dead"]})
+        wait_until(lambda: batch_now(one, batch)["status"] == "completed")  # its lines begin anew in the other engine
+        assert batch_now(one, batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+        assert samples(one, "replicas") == {"": 1.0} and [*samples(one, "num_requests_running")] == ["0"]
+        for number in range(4):  # those of the dead engine are computed anew
+            assert one.ask(prompt=[*document(number), 8], max_tokens=2)[0].status_code == 200
+
+        # SIGTERM lets requests end.
+        last = Stream(one, max_tokens=300).begun()
+        for process in family:
+            if process.is_running():
+                process.send_signal(signal.SIGTERM)
+        assert last.last()["choices"][0]["finish_reason"] == "length"
+        assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
+        one.assert_nothing_is_left(family)
+        log = one.log.read_text()
+        assert log.count(f"ERROR shadowkv.engine.process.launch: {KILLED.format(1)}\n") == 1 and "Traceback" not in log
+        assert "sent to another engine" not in log
+
+
+def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the_server(tiny_model: Path) -> None:
+    with server(tiny_model, TWO) as one, ThreadPoolExecutor(4) as clients:
+        family = one.family()
+        first, second = engines(one)
+        alone = one.ask(prompt=[5] * 40, max_tokens=20)[0].json()["choices"][0]["text"]
+        second.suspend()  # so that it has not made a token yet
+        answers = [clients.submit(one.ask, number % 2 == 0, prompt=[5] * 40, max_tokens=20) for number in range(4)]
+        wait_until(lambda: sum(answer.done() for answer in answers) == 2)
+        second.kill()
+        replies = [answer.result()[0] for answer in answers]
+        assert [reply.status_code for reply in replies] == [200] * 4
+        texts = [reply.json()["choices"][0]["text"] for reply in replies[1::2]]
+        texts += ["".join(event["choices"][0]["text"] for event in events(reply)) for reply in replies[::2]]
+        assert texts == [alone] * 4
+        log = one.log.read_text()
+        assert log.count("a request of 40 tokens is sent to another engine") == 2
+
+        stream = Stream(one).begun()
+        first.kill()
+        assert stream.last()["error"]["message"] == KILLED.format(0)
+        assert one.http.wait(SECONDS) == ENGINE_DIED
+        one.assert_nothing_is_left(family)
+
+
+def test_ctrl_c_ends_all_of_them(tiny_model: Path) -> None:
+    with server(tiny_model, TWO, "--shutdown-timeout=0.2") as one:
+        family = one.family()
+        with two_streams(one) as streams:
+            for process in family:
+                process.send_signal(signal.SIGINT)
+            errors = [stream.last()["error"]["message"] for stream in streams]
+        assert errors == ["the engine has been shut down"] * 2
+        assert one.http.wait(SECONDS) == 128 + signal.SIGINT
+        one.assert_nothing_is_left(family)
+        log = one.log.read_text()
+        assert "sent to another engine" not in log and "Traceback" not in log
