@@ -125,12 +125,12 @@ def test_windows_keep_what_rows_with_drafts_need(
             engine.add_request(name, [token % 90 for token in prompt(number, (5, 130, 300)[number])], one)
         return {name: tokens(outputs) for name, outputs in drain(engine).items()}
 
-    wanted = said(engine_of(model))
+    wanted = said(engine_of(model, dtype="float32"))
     draft_by(monkeypatch, mostly(wanted))
-    engine = engine_of(model, speculative_config={**SUFFIX, "num_speculative_tokens": 40})
+    engine = engine_of(model, dtype="float32", speculative_config={**SUFFIX, "num_speculative_tokens": 40})
     assert said(engine) == wanted
     assert min(counts(engine)) > 50
-    for output in (engine, engine_of(model)):  # what is left in the prefix cache is what was said
+    for output in (engine, engine_of(model, dtype="float32")):  # what is left in the prefix cache is what was said
         text = [token % 90 for token in prompt(1, 130)] + wanted["b"]
         output.add_request("next", text + [5] * 9, PLAIN)
         wanted.setdefault("next", following := tokens(drain(output)["next"]))

@@ -22,36 +22,25 @@ __device__ __forceinline__ uint2 load_streamed8(const void* p) {
 }
 
 // The same if all of a 128-byte line is needed, by any lanes: the L2 cache then fetches it at once. Rows of 192 bytes,
-// 64 at a time: 4.5 TB/s on an H200, 3.8 without. kShared: another warp of the multiprocessor reads the same soon, so it
-// is kept in the L1 cache.
-template <bool kShared = false>
+// 64 at a time: 4.5 TB/s on an H200, 3.8 without.
 __device__ __forceinline__ uint4 load_line16(const void* p) {
   uint4 x;
-  if constexpr (kShared)
-    asm volatile("ld.global.nc.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
-  else
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p));
   return x;
 }
 
-template <bool kShared = false>
 __device__ __forceinline__ uint2 load_line8(const void* p) {
   uint2 x;
-  if constexpr (kShared) asm volatile("ld.global.nc.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
-  else asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
   return x;
 }
 
 // The same for 4 bytes.
-template <bool kShared = false>
 __device__ __forceinline__ uint32_t load_line4(const void* p) {
   uint32_t x;
-  if constexpr (kShared) asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(p));
-  else asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
 

@@ -55,12 +55,11 @@ inline PagedOutputs paged_outputs(
       static_cast<float*>(partial_out.data_ptr()), static_cast<float*>(partial_lse.data_ptr())};
 }
 
-template <typename Rows, int kDim, int kBlocks, bool kAhead, int kProducts, int kTeams>
+template <typename Rows, int kDim, int kBlocks, bool kAhead, int kProducts>
 void launch_paged_kernel(
     const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t query_heads, cudaStream_t stream) {
-  const dim3 grid(in.splits * in.query_blocks(kTeams * kProducts * kPagedQueries), in.heads, in.sequences);
-  paged_attention_kernel<Rows, kDim, kBlocks, kAhead, kProducts, kTeams>
-      <<<grid, kTeams * kPagedWarps * 32, 0, stream>>>(in, to);
+  const dim3 grid(in.splits * in.query_blocks(kProducts * kPagedQueries), in.heads, in.sequences);
+  paged_attention_kernel<Rows, kDim, kBlocks, kAhead, kProducts><<<grid, kPagedWarps * 32, 0, stream>>>(in, to);
   check_launch("paged_attention");
   if (in.splits == 1) return;
   // The merge's blocks start while the last partial results are computed, and wait for them in the kernel.
@@ -69,16 +68,13 @@ void launch_paged_kernel(
   STD_TORCH_CHECK(error == cudaSuccess, "paged_attention's merge: ", cudaGetErrorString(error));
 }
 
-// Launches the kernel for heads of one of the first dimensions: its blocks read keys and values once for up to four
-// products' queries.
+// Launches the kernel for heads of one of the first dimensions. If `wide`, its blocks read keys and values once for the
+// queries of two products.
 template <typename Rows, int kDim, int kNumber>
 void launch_paged_products(
-    const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t query_heads, cudaStream_t stream) {
-  const int products = in.query_blocks(kPagedQueries); // of a sequence and kv head
-  if (products > 2) launch_paged_kernel<Rows, kDim, 1, true, 2, 2>(in, to, query_heads, stream);
-  else if (products > 1)
-    launch_paged_kernel<Rows, kDim, Rows::kWideBlocks[kNumber], true, 2, 1>(in, to, query_heads, stream);
-  else launch_paged_kernel<Rows, kDim, Rows::kBlocks[kNumber], true, 1, 1>(in, to, query_heads, stream);
+    const PagedInputs<Rows>& in, const PagedOutputs& to, int64_t query_heads, bool wide, cudaStream_t stream) {
+  if (wide) launch_paged_kernel<Rows, kDim, Rows::kWideBlocks[kNumber], true, 2>(in, to, query_heads, stream);
+  else launch_paged_kernel<Rows, kDim, Rows::kBlocks[kNumber], true, 1>(in, to, query_heads, stream);
 }
 
 // Runs attention with the arguments of paged_inputs and paged_outputs.
@@ -93,12 +89,13 @@ void launch_paged_attention(
   const torch::stable::accelerator::DeviceGuard guard(q.get_device());
   const cudaStream_t stream = current_stream(q);
   const int64_t query_heads = q.size(0) * q.size(1);
+  const bool wide = in.most_rows * in.group > kPagedQueries; // blocks have the queries of two products
   switch (q.size(2)) {
-    case 64: return launch_paged_products<Rows, 64, 0>(in, to, query_heads, stream);
-    case 96: return launch_paged_products<Rows, 96, 1>(in, to, query_heads, stream);
-    case 128: return launch_paged_products<Rows, 128, 2>(in, to, query_heads, stream);
+    case 64: return launch_paged_products<Rows, 64, 0>(in, to, query_heads, wide, stream);
+    case 96: return launch_paged_products<Rows, 96, 1>(in, to, query_heads, wide, stream);
+    case 128: return launch_paged_products<Rows, 128, 2>(in, to, query_heads, wide, stream);
     case 256:
-      return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead, 1, 1>(in, to, query_heads, stream);
+      return launch_paged_kernel<Rows, 256, Rows::kBlocks[3], Rows::kWidestAhead, 1>(in, to, query_heads, stream);
     default: STD_TORCH_CHECK(false, "head dim ", q.size(2), " is not 64, 96, 128 or 256");
   }
 }

@@ -6,8 +6,7 @@
 // at the end. Rows may be of any kind in paged_rows.cuh.
 //
 // Consecutive rows of queries can belong to one sequence: its tokens are read once for all of them, as if the queries
-// of its rows were further query heads. More than two products' queries are shared between two teams of four warps: both
-// read the same tiles at about the same time, the second one from the L1 cache.
+// of its rows were further query heads.
 #pragma once
 
 #include "constants.h"
@@ -20,8 +19,8 @@
 
 namespace shadowkv {
 
-constexpr int kPagedQueries = 8; // columns of a product; a team of warps has one or two products' queries
-constexpr int kPagedWarps = kPage / kPagedTile; // of a team
+constexpr int kPagedQueries = 8; // columns of a product; a block has one or two products' queries
+constexpr int kPagedWarps = kPage / kPagedTile;
 
 // Strides count elements, page strides elements between consecutive page ids.
 template <typename Rows>
@@ -39,16 +38,16 @@ struct PagedInputs {
   __host__ __device__ int query_blocks(int queries) const { return (most_rows * group + queries - 1) / queries; }
 };
 
-// The queries of a team of a block's warps: some of those of all rows of a sequence, for one kv head.
+// The queries of a block: some of those of all rows of a sequence, for one kv head.
 struct PagedBlock {
   int first_row, rows; // of the sequence
   int first, queries;
 
-  template <int kQueries, int kTeams, typename Rows>
-  static __device__ __forceinline__ PagedBlock of(const PagedInputs<Rows>& in, int team) {
+  template <int kQueries, typename Rows>
+  static __device__ __forceinline__ PagedBlock of(const PagedInputs<Rows>& in) {
     const int first_row = in.starts ? int(in.starts[blockIdx.z]) : blockIdx.z;
     const int rows = in.starts ? int(in.starts[blockIdx.z + 1]) - first_row : 1;
-    const int first = (blockIdx.x % in.query_blocks(kTeams * kQueries) * kTeams + team) * kQueries;
+    const int first = blockIdx.x % in.query_blocks(kQueries) * kQueries;
     return {first_row, rows, first, min(kQueries, rows * in.group - first)};
   }
 
@@ -132,7 +131,7 @@ __device__ __forceinline__ int row_read(int i, int tokens, int skipped) {
 }
 
 // A lane's part of the keys or values of a tile.
-template <typename Rows, int kDim, bool kShared>
+template <typename Rows, int kDim>
 struct PagedKeys {
   static constexpr int kUnits = kDim / 32; // of 8 dimensions, per lane and token
   typename Rows::Unit unit[2][kUnits];
@@ -143,13 +142,13 @@ struct PagedKeys {
     for (int half = 0; half < 2; ++half) {
       const auto* row = tile + row_read<Rows>(g + 8 * half, tokens, skipped) * kDim + 8 * t;
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) unit[half][i] = Rows::template load8<kShared>(row + 32 * i);
+      for (int i = 0; i < kUnits; ++i) unit[half][i] = Rows::load8(row + 32 * i);
     }
   }
 };
 
 // kSpan: dimensions that are held at a time.
-template <typename Rows, int kDim, int kSpan, bool kShared>
+template <typename Rows, int kDim, int kSpan>
 struct PagedValues {
   static constexpr int kWhole = kSpan / 64;                       // runs of 64 dimensions: 8 per lane
   static constexpr bool kHalf = kSpan % 64 != 0;                  // and one of 32: 4 per lane
@@ -164,7 +163,7 @@ struct PagedValues {
       const auto* row = tile + row_read<Rows>(2 * t + n % 2 + n / 2 * 8, tokens, skipped) * kDim;
 #pragma unroll
       for (int i = 0; i < kWhole; ++i) {
-        const auto x = Rows::template load8<kShared>(row + 64 * i + 8 * g);
+        const auto x = Rows::load8(row + 64 * i + 8 * g);
         if constexpr (kInWord == 1)
           word[n][4 * i] = x.x, word[n][4 * i + 1] = x.y, word[n][4 * i + 2] = x.z, word[n][4 * i + 3] = x.w;
         else word[n][2 * i] = x.x, word[n][2 * i + 1] = x.y;
@@ -172,10 +171,10 @@ struct PagedValues {
       if constexpr (kHalf) {
         const auto* rest = row + 64 * kWhole + 4 * g;
         if constexpr (kInWord == 1) {
-          const uint2 x = load_line8<kShared>(rest);
+          const uint2 x = load_line8(rest);
           word[n][4 * kWhole] = x.x, word[n][4 * kWhole + 1] = x.y;
         } else {
-          word[n][2 * kWhole] = load_line4<kShared>(rest);
+          word[n][2 * kWhole] = load_line4(rest);
         }
       }
     }
@@ -223,9 +222,9 @@ __device__ __forceinline__ void load_paged_queries(
 }
 
 // The scores of a tile, queries x tokens, for each product's queries: the sums of low[.][.][0, 1] and high[.][.][2, 3].
-template <typename Rows, int kDim, bool kShared, int kProducts>
+template <typename Rows, int kDim, int kProducts>
 __device__ __forceinline__ void score_tile(
-    const PagedKeys<Rows, kDim, kShared>& keys, const uint32_t (&q)[kProducts][kDim / 32][4], float (&low)[kProducts][2][4],
+    const PagedKeys<Rows, kDim>& keys, const uint32_t (&q)[kProducts][kDim / 32][4], float (&low)[kProducts][2][4],
     float (&high)[kProducts][2][4]) {
 #pragma unroll
   for (int i = 0; i < keys.kUnits; ++i)
@@ -283,12 +282,12 @@ __device__ __forceinline__ float2 weigh_tile(
   return {__shfl_sync(~0u, shrink, 8 * t), __shfl_sync(~0u, shrink, 8 * t + 4)};
 }
 
-// What a team's warps exchange.
-template <int kDim, int kQueries, int kTeams>
+// What a block's warps exchange.
+template <int kDim, int kQueries>
 struct PagedShared {
   float peaks[kPagedWarps][kQueries], sums[kPagedWarps][kQueries];
   float2 accs[kPagedWarps][kQueries][kDim / 2];
-  PagedBlock blocks[kTeams]; // in the loop over tiles, their numbers would take registers
+  PagedBlock block; // in the loop over tiles, its numbers would take registers
   int split;
 
   // A warp's result for a product's queries, from `first` on: acc of dimensions (g, g + 8) x queries (2t, 2t + 1), with
@@ -306,12 +305,12 @@ struct PagedShared {
   }
 };
 
-// Merges the results of a team's warps: as the outputs, or as a split's share of them. All warps of the block take part.
-template <typename Rows, int kDim, int kQueries, int kTeams>
+// Merges the warps' results for a block's queries: as the outputs, or as a split's share of them.
+template <typename Rows, int kDim, int kQueries>
 __device__ __forceinline__ void join_paged_warps(
-    const PagedShared<kDim, kQueries, kTeams>& shared, int team, const PagedInputs<Rows>& in, const PagedOutputs& to) {
-  const PagedBlock& block = shared.blocks[team];
-  for (int i = threadIdx.x; i < block.queries * (kDim / 2); i += kTeams * kPagedWarps * 32) {
+    const PagedShared<kDim, kQueries>& shared, const PagedInputs<Rows>& in, const PagedOutputs& to) {
+  const PagedBlock& block = shared.block;
+  for (int i = threadIdx.x; i < block.queries * (kDim / 2); i += kPagedWarps * 32) {
     const int query = i / (kDim / 2), pair = i % (kDim / 2);
     float top = -INFINITY, total = 0.0f;
     float2 y = {};
@@ -338,54 +337,32 @@ __device__ __forceinline__ void join_paged_warps(
   }
 }
 
-// Merges the results of all teams. They take turns, because shared memory has room for one.
-template <typename Values, typename Rows, int kDim, int kQueries, int kTeams, int kProducts>
-__device__ __forceinline__ void join_paged_teams(
-    PagedShared<kDim, kQueries, kTeams>& shared, const PagedPeak (&of_query)[kProducts],
-    const float (&acc)[kProducts][kDim / 16][4], int team, int warp, const PagedInputs<Rows>& in,
-    const PagedOutputs& to) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int turn = 0; turn < kTeams; ++turn) {
-    if (turn > 0) __syncthreads();
-    if (team == turn) {
-#pragma unroll
-      for (int p = 0; p < kProducts; ++p)
-        shared.template leave<Values>(of_query[p], acc[p], p * kPagedQueries, warp, lane / 4, lane % 4);
-    }
-    __syncthreads();
-    join_paged_warps(shared, turn, in, to);
-  }
-}
-
 // Grid: splits * query blocks, heads, sequences. Query blocks of a split are neighbours, so that the others find in the
 // L2 cache what the first one reads.
 //
 // kAhead: the next tile's keys are in flight while this tile's values are used, and its values while the next keys are
 // used. That takes registers for both at once, so heads of 256 do without, and load their values in two spans.
 //
-// kProducts: products of each fragment of keys or values, with eight queries each. kTeams: of four warps, with as many
-// queries each.
-template <typename Rows, int kDim, int kBlocks, bool kAhead, int kProducts, int kTeams>
-__global__ void __launch_bounds__(kTeams * kPagedWarps * 32, kBlocks)
+// kProducts: products of each fragment of keys or values, with eight queries each.
+template <typename Rows, int kDim, int kBlocks, bool kAhead, int kProducts>
+__global__ void __launch_bounds__(kPagedWarps * 32, kBlocks)
     paged_attention_kernel(const PagedInputs<Rows> in, const PagedOutputs to) {
-  using Keys = PagedKeys<Rows, kDim, (kTeams > 1)>;
-  using Values = PagedValues<Rows, kDim, kAhead ? kDim : kDim / 2, (kTeams > 1)>;
+  using Keys = PagedKeys<Rows, kDim>;
+  using Values = PagedValues<Rows, kDim, kAhead ? kDim : kDim / 2>;
   constexpr int kPairs = kDim / 16, kQueries = kProducts * kPagedQueries;
   let_next_launch_begin(); // the merge, which waits for the results
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int team = kTeams == 1 ? 0 : threadIdx.x / (kPagedWarps * 32), warp = threadIdx.x / 32 - team * kPagedWarps;
-  const int split = blockIdx.x / in.query_blocks(kTeams * kQueries), head = blockIdx.y;
-  const auto block = PagedBlock::of<kQueries, kTeams>(in, team);
-  if (block.queries <= -team * kQueries) return; // the sequence has fewer rows than others
-  __shared__ PagedShared<kDim, kQueries, kTeams> shared;
-  if (threadIdx.x == team * kPagedWarps * 32) shared.blocks[team] = block, shared.split = split;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int split = blockIdx.x / in.query_blocks(kQueries), head = blockIdx.y;
+  const auto block = PagedBlock::of<kQueries>(in);
+  if (block.queries <= 0) return; // the sequence has fewer rows than others
+  __shared__ PagedShared<kDim, kQueries> shared;
+  if (threadIdx.x == 0) shared.block = block, shared.split = split;
   if constexpr (Rows::kOwnEnds) __syncthreads();
 
   // A split takes every splits-th page: all splits of a sequence have equal length, however little of its row is used.
   PagedTiles<Rows> tiles = {
       in.rows.tokens(block.last_row(), block.first_row), in.pages + block.last_row() * in.pages_row, split, in.splits,
-      kTeams == 1 || block.queries > 0 ? in.entries : 0, warp * kPagedTile};
+      in.entries, warp * kPagedTile};
   tiles.advance();
 
   uint32_t q[kProducts][Keys::kUnits][4];
@@ -406,7 +383,7 @@ __global__ void __launch_bounds__(kTeams * kPagedWarps * 32, kBlocks)
   while (tiles.tokens > 0) {
     int own[kProducts];
 #pragma unroll
-    for (int p = 0; p < kProducts; ++p) own[p] = tiles.tokens_of(p * kPagedQueries + g, shared.blocks[team], in.group);
+    for (int p = 0; p < kProducts; ++p) own[p] = tiles.tokens_of(p * kPagedQueries + g, shared.block, in.group);
     float low[kProducts][2][4] = {}, high[kProducts][2][4] = {};
     score_tile(keys, q, low, high);
     const int tokens = tiles.tokens, skipped = tiles.skipped;
@@ -440,7 +417,11 @@ __global__ void __launch_bounds__(kTeams * kPagedWarps * 32, kBlocks)
     }
   }
 
-  join_paged_teams<Values>(shared, of_query, acc, team, warp, in, to);
+#pragma unroll
+  for (int p = 0; p < kProducts; ++p)
+    shared.template leave<Values>(of_query[p], acc[p], p * kPagedQueries, warp, g, t);
+  __syncthreads();
+  join_paged_warps(shared, in, to);
 }
 
 } // namespace shadowkv

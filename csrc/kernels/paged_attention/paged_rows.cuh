@@ -57,9 +57,7 @@ struct BfloatRows {
   __device__ __forceinline__ float key_scale(int64_t, int) const { return 1.0f; }
   __device__ __forceinline__ float value_scale(int64_t, int) const { return 1.0f; }
 
-  // kShared: another warp reads the same soon.
-  template <bool kShared>
-  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line16<kShared>(p); }
+  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line16(p); }
   static __device__ __forceinline__ uint4 widen(Unit x) { return x; }
   static __device__ __forceinline__ uint32_t query(uint32_t pair) { return pair; }
   static __device__ __forceinline__ uint32_t pack(float low, float high) { return pack_bf16(low, high); }
@@ -133,8 +131,7 @@ struct Fp8Rows {
     return v_scale[v_state[row] * v_scale_row + head];
   }
 
-  template <bool kShared>
-  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line8<kShared>(p); }
+  static __device__ __forceinline__ Unit load8(const Element* p) { return load_line8(p); }
   static __device__ __forceinline__ uint4 widen(Unit x) {
     return {half2_of_e4m3(x.x), half2_of_e4m3(x.x >> 16), half2_of_e4m3(x.y), half2_of_e4m3(x.y >> 16)};
   }

@@ -23,9 +23,6 @@ RESIDENT_BLOCKS = {64: 5, 96: 5, 128: 4, 256: 2}
 WIDE_BLOCKS = {64: 3, 96: 3, 128: 2}
 """As ``RESIDENT_BLOCKS``, if a kv head of a sequence has more than 8 queries (``paged_attention.cuda.WIDE_BLOCKS``)."""
 
-WIDEST_BLOCKS = {64: 2, 96: 1, 128: 1}
-"""As ``RESIDENT_BLOCKS``, if it has more than 16 queries."""
-
 missing = partial(cuda_missing, "attend_fp8", "attend_fp8")
 
 
@@ -62,8 +59,7 @@ def attend_coded(
     keys, values, q = _fp8(keys), _fp8(values), q.contiguous()
     k, v = keys.codes.flatten(2, 3), values.codes.flatten(2, 3)
     count, starts, most_rows = number_and_rows(q, sequences)
-    queries = q.shape[1] // k.shape[1] * most_rows
-    resident = resident_blocks(queries, RESIDENT_BLOCKS, WIDE_BLOCKS, WIDEST_BLOCKS)
+    resident = resident_blocks(q.shape[1] // k.shape[1] * most_rows, RESIDENT_BLOCKS, WIDE_BLOCKS)
     split = splits(count * k.shape[1], keys.pages.shape[1], dim, multiprocessors(q.device), resident)
     out, lse, *parts = result_and_parts(q, split)
     torch.ops.shadowkv_cuda.attend_fp8(

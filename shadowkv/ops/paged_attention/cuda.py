@@ -20,9 +20,6 @@ WIDE_BLOCKS = {64: 3, 96: 2, 128: 2}
 """As ``RESIDENT_BLOCKS``, if a kv head of a sequence has more than ``QUERIES`` queries. A block then has up to twice as
 many, and reads keys and values once for all of them. There is no such kernel for head dim 256."""
 
-WIDEST_BLOCKS = {64: 1, 96: 1, 128: 1}
-"""As ``WIDE_BLOCKS``, if there are more than twice ``QUERIES``. A block has up to four times ``QUERIES`` then."""
-
 QUERIES = 8
 """Queries of a product of tensor cores."""
 
@@ -60,7 +57,7 @@ def attend(
         raise ValueError(f"{op} in CUDA supports head dims 64, 96, 128 and 256, not {dim}")
     q = q.contiguous()
     count, starts, most_rows = number_and_rows(q, sequences)
-    resident = resident_blocks(q.shape[1] // heads * most_rows, RESIDENT_BLOCKS, WIDE_BLOCKS, WIDEST_BLOCKS)
+    resident = resident_blocks(q.shape[1] // heads * most_rows, RESIDENT_BLOCKS, WIDE_BLOCKS)
     split = splits(count * heads, pages.shape[1], dim, multiprocessors(q.device), resident)
     out, lse, *parts = result_and_parts(q, split)
     getattr(torch.ops.shadowkv_cuda, op)(q, k, v, pages, *tokens, starts, most_rows, out, lse, *parts)
@@ -75,11 +72,10 @@ def number_and_rows(q: Tensor, sequences: SequenceRows | None) -> tuple[int, Ten
     return len(sequences.starts) - 1, sequences.starts, sequences.most
 
 
-def resident_blocks(queries: int, *blocks: dict[int, int]) -> dict[int, int]:
+def resident_blocks(queries: int, narrow: dict[int, int], wide: dict[int, int]) -> dict[int, int]:
     """Returns how many blocks a multiprocessor holds, by head dim, if a kv head of a sequence has ``queries`` queries.
-    ``blocks`` are a kernel's ``RESIDENT_BLOCKS``, ``WIDE_BLOCKS`` and ``WIDEST_BLOCKS``."""
-    narrow, wide, widest = blocks
-    return narrow | (widest if queries > 2 * QUERIES else wide if queries > QUERIES else {})
+    ``narrow`` and ``wide`` are a kernel's ``RESIDENT_BLOCKS`` and ``WIDE_BLOCKS``."""
+    return narrow | wide if queries > QUERIES else narrow
 
 
 def splits(pairs: int, entries: int, dim: int, processors: int, resident_blocks: Mapping[int, int]) -> int:
