@@ -49,10 +49,6 @@ class Column:
     length: int
     flags: tuple[str, ...]
 
-    def recorded(self) -> dict[str, dict[Sample, float]]:
-        """Returns the recorded scores at this column's length, by the policy's label and by sample."""
-        return scores(self.predictions(), self.length)
-
     def predictions(self) -> list[Prediction]:
         """Returns the recorded answers."""
         return read_predictions(RECORDED / self.folder / str(self.seed))

@@ -25,7 +25,7 @@ example one that was measured on a trained model (``benchmarks.serving.speculati
 With ``--ruler``, prompts are samples of RULER and all of them are computed, with a trained model. A cell then has the
 mean score of the answers, too:
 
-    python -m benchmarks.sweeps.throughput --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --context 32768 \\
+    python -m benchmarks.sweeps.throughput --model qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --context 30720 \\
         --kv full fp8 turbo --ruler 301 --out results
 """
 
@@ -76,6 +76,9 @@ RAGGED = 64
 """Prompts are up to this many tokens shorter than the context, so that sequences compress pages at different steps."""
 
 FLOOR_TOKENS = 1024
+
+RULER_TOKENS = 128
+"""Most tokens of an answer to one of RULER's questions."""
 
 
 class Part(NamedTuple):
@@ -148,10 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not any(drafted_tokens(args, kv) for kv in args.kv):
             parser.error("--acceptance needs a policy that drafts (full-speculative), or --speculative-config")
         replay_acceptance(args.acceptance)
-    if args.ruler is not None and (args.load_format == "dummy" or args.synthetic_prefill or args.mix):
-        parser.error(
-            "--ruler scores answers of a trained model: leave out dummy weights, --synthetic-prefill and --mix"
-        )
+    if args.ruler is not None:
+        check_ruler(parser, args)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     if args.mix and args.context:
@@ -187,6 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if contexts:
         summarise(args.out)
     return 0
+
+
+def check_ruler(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program if ``--ruler`` is given with flags that would change or cut answers."""
+    if args.load_format == "dummy" or args.synthetic_prefill or args.mix:
+        parser.error("--ruler scores answers of a trained model: without dummy weights, --synthetic-prefill and --mix")
+    if args.acceptance is not None or args.hit_rate is not None or args.replay:
+        parser.error("--ruler scores answers: --acceptance, --hit-rate and --replay would change them")
+    if (args.windows + 1) * args.steps < RULER_TOKENS:
+        given = f"--windows {args.windows} and --steps {args.steps}, with a window as warm-up,"
+        parser.error(f"--ruler needs {RULER_TOKENS} tokens of each answer: {given} have fewer")
 
 
 def replay_acceptance(share: float) -> None:

@@ -23,7 +23,8 @@ from server_processes import BODY, SECONDS, Server, server
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.llm import LLM
-from shadowkv.engine.process.main import _choose_gpus
+from shadowkv.engine.outputs import CheckedTokens
+from shadowkv.engine.process.main import _with_own_memory
 from shadowkv.engine.process.replicas import together
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
@@ -142,7 +143,7 @@ def test_each_engine_has_gpus_of_its_own(monkeypatch: Any, visible: str | None, 
     monkeypatch.setattr(torch.cuda, "device_count", count)
     for replica, wanted in enumerate(chosen):
         monkeypatch.setattr(os, "environ", dict(given))
-        _choose_gpus(EngineConfig(tensor_parallel_size=ranks), replica, len(chosen))
+        _with_own_memory(EngineConfig(tensor_parallel_size=ranks), replica, len(chosen))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == wanted
 
 
@@ -151,11 +152,11 @@ def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     message = "--data-parallel-size 3 with --tensor-parallel-size 2 needs 6 GPUs, and this machine has 4"
     with pytest.raises(ValueError, match=message):
-        _choose_gpus(EngineConfig(tensor_parallel_size=2), 0, 3)
-    _choose_gpus(EngineConfig(tensor_parallel_size=2, device="cpu"), 0, 3)
-    assert not os.environ
+        _with_own_memory(EngineConfig(tensor_parallel_size=2), 0, 3)
+    on_cpu = _with_own_memory(EngineConfig(tensor_parallel_size=2, device="cpu", gpu_memory_utilization=0.6), 0, 3)
+    assert not os.environ and on_cpu.gpu_memory_utilization == pytest.approx(0.2)
     with pytest.raises(OSError, match="engine 1 cannot choose its GPUs"):  # as if CUDA were in use already
-        _choose_gpus(EngineConfig(), 1, 2)
+        _with_own_memory(EngineConfig(), 1, 2)
 
 
 def test_what_has_no_several_engines_says_what_has(capsys: Any) -> None:
@@ -175,6 +176,8 @@ def test_statistics_add_up() -> None:
     assert (both.running, both.waiting, both.fetches.selected, both.usage) == (2, 2, 5, None)
     assert both.tiers == {"device": TierUse(4, 8), "host": TierUse(1, 1)}
     assert both.speculation == SpeculationStats(2, 4, 6, [2, 0])
+    checked = together([CheckedTokens(1, 0.5), None, CheckedTokens(2, 0.25)])
+    assert (checked.tokens, checked.kl) == (3, 0.75)
     assert together([None, None]) is None
 
 
@@ -237,9 +240,9 @@ def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the
     with server(tiny_model, TWO) as one, ThreadPoolExecutor(4) as clients:
         family = one.family()
         first, second = engines(one)
-        alone = one.ask(prompt=[5] * 40, max_tokens=20)[0].json()["choices"][0]["text"]
+        alone = one.ask(prompt=[5] * 40, max_tokens=200)[0].json()["choices"][0]["text"]
         second.suspend()  # so that it has not made a token yet
-        answers = [clients.submit(one.ask, number % 2 == 0, prompt=[5] * 40, max_tokens=20) for number in range(4)]
+        answers = [clients.submit(one.ask, number % 2 == 0, prompt=[5] * 40, max_tokens=200) for number in range(4)]
         wait_until(lambda: sum(answer.done() for answer in answers) == 2)
         second.kill()
         replies = [answer.result()[0] for answer in answers]

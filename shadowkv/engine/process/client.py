@@ -293,7 +293,7 @@ class EngineClient:
         self._ended, self._error = True, error
         lost, self._answers = self._answers, {}
         for name, answers in lost.items():
-            if not self.hand_on(answers.requests[name], answers):
+            if name in answers.unfinished and not self.hand_on(answers.requests[name], answers):
                 answers.fail(self.end())
         for question in self._questions.values():
             if not question.done():

@@ -69,36 +69,38 @@ def load_cores(launch: Launch) -> list[EngineCore]:
     With ``compare`` it also starts a second engine with that policy on the same weights, for one running and one cached
     sequence. Raises ChildProcessError if a tensor-parallel rank cannot start.
     """
-    if launch.replica is not None:
-        _choose_gpus(launch.config, *launch.replica)
+    config = launch.config if launch.replica is None else _with_own_memory(launch.config, *launch.replica)
     from shadowkv.engine.engine import Engine
     from shadowkv.engine.startup.loading import load_for_engine
     from shadowkv.layers.group import RankFailure
 
     if launch.compare is None:
         try:
-            return [_started(EngineCore(Engine(launch.config), launch.folder, "engine"))]
+            return [_started(EngineCore(Engine(config), launch.folder, "engine"))]
         except RankFailure as error:
             raise ChildProcessError(str(error)) from error
-    loaded, defaults = load_for_engine(launch.config), {name: getattr(EngineConfig, name) for name in OWN_CACHE}
+    loaded, defaults = load_for_engine(config), {name: getattr(EngineConfig, name) for name in OWN_CACHE}
     # The second engine starts first, because the served one takes all remaining memory of a GPU.
-    second = replace(launch.config, **defaults, kv=launch.compare, max_num_seqs=1, max_cached_seqs=1)
+    second = replace(config, **defaults, kv=launch.compare, max_num_seqs=1, max_cached_seqs=1)
     try:
         compared = EngineCore(Engine(second, loaded), launch.folder, "compared")
     except SettingsError as error:
         raise ValueError(error.as_flags({"kv": "--compare"})) from error
     _started(compared)
-    return [_started(EngineCore(Engine(launch.config, loaded), launch.folder, "engine")), compared]
+    return [_started(EngineCore(Engine(config, loaded), launch.folder, "engine")), compared]
 
 
-def _choose_gpus(config: EngineConfig, replica: int, replicas: int) -> None:
-    """Hides all GPUs from this process and its children but those of one of ``replicas`` engines: the first
-    ``tensor_parallel_size`` visible ones for engine 0, and so on. Has no effect on a CPU. Raises ValueError if there
-    are too few."""
+def _with_own_memory(config: EngineConfig, replica: int, replicas: int) -> EngineConfig:
+    """Returns the config of one of ``replicas`` engines, and hides the GPUs of the others from this process and its
+    children: engine 0 has the first ``tensor_parallel_size`` visible ones, and so on. On a CPU an engine has its part
+    of the share of free memory that one engine would take. Raises ValueError if there are too few GPUs."""
     import torch
 
+    from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION
+
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
-        return
+        share = config.gpu_memory_utilization or DEFAULT_UTILIZATION["cpu"]
+        return replace(config, gpu_memory_utilization=share / replicas)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [str(gpu) for gpu in range(torch.cuda.device_count())] if given is None else given.split(",")
     visible = visible[: torch.cuda.device_count()]  # CUDA ignores those after an invalid one
@@ -111,6 +113,7 @@ def _choose_gpus(config: EngineConfig, replica: int, replicas: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[replica * each : (replica + 1) * each])
     if torch.cuda.device_count() != each:
         raise OSError(f"engine {replica} cannot choose its GPUs, because its process has used CUDA before")
+    return config
 
 
 def _started(core: EngineCore) -> EngineCore:

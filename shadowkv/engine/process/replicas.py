@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from shadowkv.engine.engine import EngineStats
@@ -27,6 +28,9 @@ from shadowkv.wording import counted
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+SHARED = ("used_bytes", "total_bytes", "pinned_bytes", "files", "other_files")
+"""Figures of the tier ``disk`` that are of the whole directory."""
 
 ANY_MODEL = ""
 """Key digest of the page hashes here: all prompts are of one model."""
@@ -48,9 +52,11 @@ class ReplicaClient(EngineClient):
         super().__init__(least.facts, least.tokenizer, least.folder)
         self._replicas = tuple(replicas)
         self.max_num_seqs = sum(replica.max_num_seqs for replica in replicas)
+        self.max_queued_seqs = sum(replica.max_queued_seqs for replica in replicas)
+        self.max_concurrency = sum(replica.max_concurrency for replica in replicas)
         self._table = PrefixTable(margin_of(least.max_num_seqs))
         for replica in replicas:
-            replica.name = self.name  # engines know by a request's id whom its outputs are for
+            replica.name, replica._numbers = self.name, self._numbers  # by a request's id its outputs find their way
             replica.watch, replica.hand_on = self._watch, self._hand_on
 
     def describe(self) -> list[str]:
@@ -81,6 +87,8 @@ class ReplicaClient(EngineClient):
         return request
 
     def begin(self, request: ClientRequest, answers: Answers, save: tuple[int, str] | None = None) -> None:
+        if save is not None:
+            request.moved = True  # what was asked with it is lost with the engine
         self._chosen(request.prefix).begin(request, answers, save)
 
     def _chosen(self, prefix: Sequence[str]) -> EngineClient:
@@ -93,6 +101,8 @@ class ReplicaClient(EngineClient):
     def _hand_on(self, request: ClientRequest, answers: Answers) -> bool:
         # A request that is moved a second time may be what the engines die of.
         if request.moved or request.request_id in answers.begun or not any(one.serves for one in self._replicas):
+            return False
+        if request.engine is not None and request.engine.stopping:
             return False
         request.moved = True
         logger.warning("a request of %d tokens is sent to another engine", len(request.prompt_token_ids))
@@ -109,10 +119,13 @@ class ReplicaClient(EngineClient):
     # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
     async def stats(self, usage: bool = False) -> EngineStats:
-        """Returns the sums of the statistics of the engines that are alive, and their mean ``usage``. Raises EngineDead
-        if none is alive."""
+        """Returns the sums of the statistics of the engines that are alive, and their mean ``usage``. Of the directory
+        that all engines share, each counts all files: the largest figures count. Raises EngineDead if none is alive."""
         parts = await self._of_all(lambda replica: replica.stats(usage))
         total: EngineStats = together(parts)
+        if disks := [part.prefixes["disk"] for part in parts if "disk" in part.prefixes]:
+            shared = {name: max(getattr(disk, name) for disk in disks) for name in SHARED}
+            total.prefixes["disk"] = replace(total.prefixes["disk"], **shared)
         return replace(total, usage=total.usage / len(parts)) if total.usage is not None else total
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
@@ -149,14 +162,15 @@ class ReplicaClient(EngineClient):
 
 
 def together(parts: Iterable[Any]) -> Any:
-    """Adds values of one type: numbers, and dataclasses, dictionaries and lists of numbers, entry by entry. Missing
-    entries and None count as nothing."""
+    """Adds values of one type: numbers, and dataclasses, structs, dictionaries and lists of numbers, entry by entry.
+    Missing entries and None count as nothing."""
     given = [part for part in parts if part is not None]
     if not given:
         return None
     first = given[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in fields(first)]
+    if isinstance(first, msgspec.Struct) or (is_dataclass(first) and not isinstance(first, type)):
+        named = isinstance(first, msgspec.Struct)
+        names = first.__struct_fields__ if named else [field.name for field in fields(first)]
         return type(first)(**{name: together(getattr(part, name) for part in given) for name in names})
     if isinstance(first, dict):
         return {name: together(part.get(name) for part in given) for name in dict.fromkeys(n for p in given for n in p)}

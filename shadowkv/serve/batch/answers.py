@@ -58,7 +58,7 @@ class LineAnswers:
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
         """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``. If one of several
-        engines dies with a part of the answer, another one begins anew, once."""
+        engines dies with the line, and no other engine has taken it over, it is sent anew, once."""
         lost = False
         while True:
             try:
