@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from shadowkv.engine.execution.sampler import NO_TOKEN, Sampler, _uniform
+from shadowkv.engine.execution.sampler import NO_TOKEN, Sampler, _random
 from shadowkv.engine.execution.thinking_budget import ThinkingBudget
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import RepetitionDetectionParams, SamplingParams, choice_seed
@@ -83,9 +83,9 @@ def test_the_same_seed_and_step_repeat_and_other_steps_and_seeds_do_not():
 def test_numbers_of_a_seed_are_those_of_splitmix64():
     """Vigna's splitmix64.c: the first outputs of state 1234567."""
     outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    expected = [(output >> 11) / 2**53 for output in outputs]
-    assert _uniform([1234567] * 3, [1, 2, 3]).tolist() == expected
-    assert _uniform([1234567 + 2**64, 1234567 - 2**64], [1, 2]).tolist() == expected[:2]
+    expected = [output >> 32 for output in outputs]
+    assert _random([1234567] * 3, [1, 2, 3]).tolist() == expected
+    assert _random([1234567 + 2**64, 1234567 - 2**64], [1, 2]).tolist() == expected[:2]
 
 
 def test_a_sampler_keeps_nothing_of_other_requests(seed):

@@ -255,7 +255,7 @@ def test_pages_are_read_once_for_all_rows_of_a_sequence(
     calls = fold(engine.cache.ops, monkeypatch)
     assert answers(engine, kinds * 2) == wanted
     assert {op for op, _ in calls} == {"paged_attention", "attend_coded"}
-    assert min(counts(engine)) > 30 and {most for _, most in calls} > {2, 5, 7}
+    assert min(counts(engine)) > 30 and {most for _, most in calls} > {7}
 
 
 @pytest.mark.usefixtures("opened")

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shadowkv.ops.sample_tokens import reference
-from shadowkv.ops.sample_tokens.weights import PARAMETERS, SCRATCH_BYTES, UNIT, token_weights
+from shadowkv.ops.sample_tokens.weights import (
+    PARAMETERS,
+    SCRATCH_BYTES,
+    UNIT,
+    arrivals,
+    octaves_of,
+    race_numbers,
+    token_weights,
+)
+from shadowkv.ops.sampling import mix
 
 Sample = Callable[[Tensor, Tensor], Tensor]
 BACKENDS: dict[str, Sample] = {"reference": reference.sample_tokens}
@@ -25,12 +34,19 @@ if TRITON_RUNS:
 
 
 def parameters(*rows: dict[str, float]) -> Tensor:
-    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "uniform": 0.0}
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "random": 0}
     return torch.tensor([[{**off, **row}[name] for name in PARAMETERS] for row in rows], dtype=torch.float64)
 
 
 def one(sample: Sample, logits: Tensor, **row: float) -> int:
     return int(sample(logits[None].to(DEVICE), parameters(row).to(DEVICE)))
+
+
+def often(sample: Sample, logits: Tensor, **row: float) -> set[int]:
+    """The tokens that are sampled with 64 random numbers."""
+    draw = random.Random(5)
+    rows = parameters(*({**row, "random": draw.randrange(2**32)} for _ in range(64)))
+    return set(sample(logits.expand(64, -1).contiguous().to(DEVICE), rows.to(DEVICE)).tolist())
 
 
 @pytest.fixture(params=BACKENDS)
@@ -42,6 +58,12 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 SLACK = 1e-5
 """Weights are within 5e-7 of the softmax. If a share is as close to a limit as this, either side is right."""
+
+
+def time_of(random_number: int, token: int, weight: float) -> float:
+    """When a token arrives: an exponentially distributed number, divided by the token's weight."""
+    share = (int(race_numbers(random_number, mix(torch.tensor(token)))) + 0.5) / 2**32
+    return -math.log1p(-share) / weight
 
 
 def sampled_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
@@ -59,11 +81,9 @@ def sampled_by_definition(logits: Tensor, row: dict[str, float]) -> set[int]:
         min_p = min(1, row["min_p"] * tilt)
         before = itertools.accumulate((weights[token] for token in order), initial=0.0)
         kept = {token for token, mass in zip(order, before) if mass < top_p * total and weights[token] >= min_p}
-        sample, upto = row["uniform"] * sum(weights[token] for token in kept), 0.0
-        for token in sorted(kept):
-            if upto - SLACK * total <= sample <= upto + weights[token] + SLACK * total and weights[token] > 0:
-                found.add(token)
-            upto += weights[token]
+        times = {token: time_of(int(row["random"]), token, weights[token]) for token in kept if weights[token] > 0}
+        first = min(times.values())
+        found |= {token for token, time in times.items() if time <= first * (1 + SLACK)}
     return found
 
 
@@ -73,7 +93,7 @@ ROWS = st.fixed_dictionaries(
         "top_k": st.sampled_from([-1, 0, 1, 2, 7, 60, 10**9]),
         "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.95, 0.999999, 1.0]) | st.floats(0.001, 1),
         "min_p": st.sampled_from([0.0, 0.0, 1e-9, 0.05, 1.0]),
-        "uniform": st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True),
+        "random": st.integers(0, 2**32 - 1),
     }
 )
 KINDS: dict[str, Callable[[int], Tensor]] = {
@@ -109,7 +129,7 @@ if not INTERPRETED:
         size, rng = 2000, random.Random(seed)  # beyond what is sorted at once
         for top_k, top_p in ((0, 0.9), (700, 1.0), (1500, 0.8)):
             row = {"temperature": rng.choice([0.5, 1.0, 3.0]), "top_k": top_k, "top_p": top_p, "min_p": 0.0}
-            row["uniform"] = rng.random()
+            row["random"] = rng.randrange(2**32)
             logits = logits_of(kind, size, rng.randrange(2**32))
             assert one(reference.sample_tokens, logits, **row) in sampled_by_definition(logits, row)
 
@@ -117,7 +137,7 @@ if not INTERPRETED:
 @pytest.mark.parametrize("temperature", [2e-5, 0.3, 1.0, 100.0])
 def test_weights_are_the_softmax_in_whole_units(seed: int, temperature: float) -> None:
     logits = 5 * torch.randn(20000)
-    weights = token_weights(logits, logits.max(), temperature)
+    weights = token_weights(octaves_of(logits, logits.max(), temperature))
     exact = ((logits.double() - logits.max()) / temperature).exp()
     assert int(weights.max()) == UNIT
     assert ((weights.double() / UNIT - exact).abs() <= 2e-6 * exact + 1 / UNIT).all()  # logits are of 24 bits
@@ -125,52 +145,81 @@ def test_weights_are_the_softmax_in_whole_units(seed: int, temperature: float) -
     assert (weights[order].diff() >= -weights[order][1:] * 1e-6).all()
 
 
+def test_arrivals_are_exponential() -> None:
+    numbers = torch.cat((torch.arange(2**12), 2**32 - 1 - torch.arange(2**12), torch.randint(2**32, (2**16,))))
+    numbers = torch.cat((numbers, 2**30 + torch.arange(-9, 9), 2**31 + torch.arange(-9, 9)))
+    exact = (-torch.log1p(-(numbers.double() + 0.5) / 2**32)).log2() - math.log2(math.log(2))
+    found = arrivals(numbers, torch.zeros(len(numbers)))
+    assert (found.double() - exact).abs().max() < 5e-6  # of logarithms from -32 to 5
+
+
+@pytest.mark.parametrize("kind", ["normal", "two groups"])
+def test_tokens_are_sampled_in_proportion_to_their_weights(seed: int, sample: Sample, kind: str) -> None:
+    draws, size = (2000, 6) if INTERPRETED else (100_000 if DEVICE != "cpu" else 20_000, 12)
+    logits = logits_of(kind, size, seed)
+    rows = parameters({"temperature": 1.3}).expand(draws, -1).clone()
+    rows[:, -1] = torch.randint(2**32, (draws,))
+    counts = sample(logits.expand(draws, -1).contiguous().to(DEVICE), rows.to(DEVICE)).cpu().bincount(minlength=size)
+    expected = draws * (logits.double() / 1.3).softmax(0)
+    chi_square = float(((counts - expected) ** 2 / expected)[expected > 5].sum())
+    assert chi_square < 4.5 * size + 20  # exceeded less than once in a million
+
+
+def test_nearly_the_same_logits_sample_the_same_tokens(seed: int) -> None:
+    """As drafts and the steps that verify them do."""
+    size, draws = 4000, 400
+    logits = 3 * torch.randn(size)
+    others = logits + 0.02 * torch.randn(size)
+    numbers = [{"random": number} for number in torch.randint(2**32, (draws,)).tolist()]
+    pair = [reference.sample_tokens(x.expand(draws, -1).contiguous(), parameters(*numbers)) for x in (logits, others)]
+    apart = float((logits.double().softmax(0) - others.double().softmax(0)).abs().sum() / 2)
+    agree = float((pair[0] == pair[1]).double().mean())
+    assert agree > 1 - 2 * apart - 4 * math.sqrt(2 * apart / draws) and apart < 0.02
+
+
 # -- what holds whatever the logits are --------------------------------------------------------------------------------
 
 
-def test_equal_logits_are_kept_and_sampled_in_the_order_of_their_ids(sample: Sample) -> None:
+def test_equal_logits_are_kept_in_the_order_of_their_ids(sample: Sample) -> None:
     flat = torch.zeros(8)
-    for uniform, token in ((0.0, 0), (0.1249, 0), (0.125, 1), (0.999, 7)):
-        assert one(sample, flat, uniform=uniform) == token
-    assert one(sample, flat, uniform=0.999, top_k=3) == 2
-    assert one(sample, flat, uniform=0.999, top_p=0.5) == 3
-    assert one(sample, flat, uniform=0.999, top_p=0.5001) == 4
-    assert one(sample, flat, uniform=0.999, top_k=4, top_p=0.5) == 1  # of what top-k left
-    assert one(sample, flat, uniform=0.999, min_p=1.0) == 7
-    signs = torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0])
-    assert one(sample, signs, uniform=0.999, top_k=3) == 2
+    assert often(sample, flat) == set(range(8))
+    assert often(sample, flat, top_k=3) == {0, 1, 2}
+    assert often(sample, flat, top_p=0.5) == {0, 1, 2, 3}
+    assert often(sample, flat, top_p=0.5001) == {0, 1, 2, 3, 4}
+    assert often(sample, flat, top_k=4, top_p=0.5) == {0, 1}  # of what top-k left
+    assert often(sample, flat, min_p=1.0) == set(range(8))
+    assert often(sample, torch.tensor([-0.0, 0.0, -0.0, 0.0, -1.0]), top_k=3) == {0, 1, 2}
 
 
 def test_a_single_candidate_is_the_first_of_the_largest(sample: Sample) -> None:
     logits = torch.tensor([0.5, 3.0, -1.0, 3.0, 2.999999])
     for row in ({"temperature": 0.0}, {"temperature": 1e-5}, {"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "min_p": 1.0}):
         for temperature in {row.get("temperature", 1.0), row.get("temperature", 100.0)}:
-            assert one(sample, logits, **{**row, "temperature": temperature, "uniform": 0.99}) == 1
+            assert one(sample, logits, **{**row, "temperature": temperature, "random": 99}) == 1
 
 
 def test_filters_that_end_within_a_tie(sample: Sample) -> None:
     logits = torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0, 0.0])
-    last = {"uniform": 1 - 2**-53}
-    assert [one(sample, logits, top_k=k, **last) for k in range(1, 8)] == [1, 3, 3, 3, 4, 5, 5]
-    assert one(sample, logits, top_k=4, uniform=0.0) == 0
+    kept = [{1}, {1, 3}, {0, 1, 3}, {0, 1, 2, 3}, {0, 1, 2, 3, 4}, set(range(6)), set(range(6))]
+    assert [often(sample, logits, top_k=k) for k in range(1, 8)] == kept
     shares = torch.softmax(logits.double(), 0)
     through_one, through_two = float(2 * shares[1] + shares[0]), float(2 * shares[1] + 2 * shares[0])
     for top_p, tokens in ((through_one - 1e-4, {0, 1, 3}), (through_two - 1e-4, {0, 1, 2, 3})):
-        assert {one(sample, logits, top_p=top_p, uniform=i / 8) for i in range(8)} == tokens
+        assert often(sample, logits, top_p=top_p) == tokens
 
 
 def test_logits_whose_difference_overflows(sample: Sample) -> None:
     logits = torch.randn(5000)
     logits[:50], logits[60:90], logits[95:99], logits[40] = 3e38, -3e38, float("-inf"), 3.1e38
-    assert one(sample, logits, top_p=0.5, temperature=100.0, uniform=0.3) == 40
+    assert one(sample, logits, top_p=0.5, temperature=100.0, random=3) == 40
     least = torch.finfo(torch.float32).smallest_normal * 2**-23  # half of it is 0
-    assert one(sample, torch.arange(5000) % 2 * least, top_k=1, uniform=0.9) == 1
+    assert one(sample, torch.arange(5000) % 2 * least, top_k=1, random=9) == 1
 
 
 def test_what_is_masked_beside_many_that_are_equal(sample: Sample) -> None:
     logits = torch.full((1800,), float("-inf"))
     logits[:1600], logits[0] = -50.0, 50.0
-    row = {"temperature": 100.0, "top_k": 1500, "uniform": 0.999}
+    row = {"temperature": 100.0, "top_k": 1500, "random": 999}
     assert one(sample, logits, **row) in sampled_by_definition(logits, row | {"top_p": 1.0, "min_p": 0.0})
 
 
@@ -181,15 +230,15 @@ def test_rows_that_are_not_finite_give_a_token_of_the_vocabulary(sample: Sample)
     rows[6, ::2], rows[7, 1::2] = float("inf"), float("-inf")
     rows[7, ::2] = float("nan")
     for row in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5, "min_p": 0.2}, {"temperature": 0.0}):
-        sampled = sample(rows.to(DEVICE), parameters(*[{**row, "uniform": 0.7}] * 9).to(DEVICE))
+        sampled = sample(rows.to(DEVICE), parameters(*[{**row, "random": 7}] * 9).to(DEVICE))
         assert ((sampled >= 0) & (sampled < 70)).all()
-        assert int(sampled[8]) == one(sample, rows[8], **row, uniform=0.7)
+        assert int(sampled[8]) == one(sample, rows[8], **row, random=7)
 
 
 def test_what_is_masked_is_never_sampled(sample: Sample) -> None:
     logits = torch.full((50,), float("-inf"))
     logits[[7, 31]] = torch.tensor([-3.0, 4.0])
-    rows = [{"uniform": i / 4, "temperature": 100.0, "top_k": k} for i in range(4) for k in (0, 1, 2, 30)]
+    rows = [{"random": i, "temperature": 100.0, "top_k": k} for i in range(4) for k in (0, 1, 2, 30)]
     sampled = sample(logits.expand(16, -1).contiguous().to(DEVICE), parameters(*rows).to(DEVICE))
     assert set(sampled.tolist()) == {7, 31}
 
@@ -206,7 +255,7 @@ def mixed(seed: int, count: int, size: int) -> tuple[Tensor, Tensor]:
             "top_k": pick.choice([0, 0, 1, 5, size // 3, size - 1, size + 1]),
             "top_p": pick.choice([1.0, 0.95, 0.95, 0.5, 1e-6, 0.9999]),
             "min_p": pick.choice([0.0, 0.0, 1e-3, 0.3, 1.0]),
-            "uniform": pick.random(),
+            "random": pick.randrange(2**32),
         }
         for _ in range(count)
     ]
@@ -247,7 +296,7 @@ if INTERPRETED:
 
     def test_a_vocabulary_of_many_blocks() -> None:
         torch.manual_seed(3)
-        logits, row = torch.randn(1, 9001), parameters({"top_p": 0.95, "uniform": 0.6})
+        logits, row = torch.randn(1, 9001), parameters({"top_p": 0.95, "random": 6})
         assert torch.equal(kernel.sample_tokens(logits, row), reference.sample_tokens(logits, row))
 
 

@@ -91,7 +91,7 @@ class Sampler:
             self._parameters = np.array([[*row, 0.0] for row in columns]).reshape(-1, len(PARAMETERS))
         if (self._parameters[:, 0] <= COLDEST).all():
             return logits.argmax(-1)
-        self._parameters[:, -1] = _uniform([request.seed for request in requests], steps)
+        self._parameters[:, -1] = _random([request.seed for request in requests], steps)
         return self._sample_tokens(logits, upload(torch.from_numpy(self._parameters), logits.device))
 
 
@@ -146,11 +146,11 @@ def _bad_tokens(request: Request) -> list[int]:
     return begun + [token for (token,) in words.get(None, ())]
 
 
-def _uniform(seeds: list[int], steps: list[int]) -> np.ndarray:
-    """Random numbers in [0, 1), float64 [B], from seeds and steps (SplitMix64)."""
+def _random(seeds: list[int], steps: list[int]) -> np.ndarray:
+    """Random numbers from 0 to 2**32 - 1, uint64 [B], from seeds and steps (SplitMix64)."""
     x = np.array([seed & (1 << 64) - 1 for seed in seeds], np.uint64)
     x += np.array(steps, np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # sums and products wrap at 64 bits
-    return (mix64(x) >> np.uint64(11)) * 2.0**-53
+    return mix64(x) >> np.uint64(32)
 
 
 def _logprobs(logits: Tensor, tokens: list[int], requests: list[Request]) -> list[TokenLogprobs | None]:

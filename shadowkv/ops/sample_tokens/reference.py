@@ -3,12 +3,23 @@ selection."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from shadowkv.ops.sample_tokens.weights import COLDEST, LARGEST, UNIT, token_weights
+from shadowkv.ops.sample_tokens.weights import (
+    COLDEST,
+    LARGEST,
+    TO_SHARE,
+    UNIT,
+    arrivals,
+    octaves_of,
+    race_numbers,
+    token_weights,
+)
+from shadowkv.ops.sampling import mix
 
 BUCKETS = 2048
 """Number of buckets into which a range of logits is divided."""
@@ -26,15 +37,16 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     - of these, after a softmax over them, the shortest prefix with a total probability of at least ``top_p``, and
     - of these, the tokens that are at least ``min_p`` times as likely as the first.
 
-    The weights of the kept tokens are summed in order of token id. The sampled token is the first one with which the
-    sum exceeds ``uniform`` times the total. The sampled token depends on its row alone. It is the same in every
-    backend, because weights are whole numbers (``weights.py``).
+    Of the kept tokens, the one that arrives first in the row's race is sampled (``weights.arrivals``); of several that
+    arrive together, the one with the least token id. The sampled token depends on its row alone, and is the same in
+    every backend.
 
     Args:
         logits: float32 [B, V], V from 1 to 2**22, rows contiguous. -inf is never sampled if any logit is finite.
         parameters: float64 [B, 5], with the columns of ``weights.PARAMETERS``. temperature: at most 100; up to
             ``weights.COLDEST`` it selects the largest logit, whatever the other parameters are. top_k: a whole number,
-            ignored unless it is above 0 and below V. top_p: in (0, 1]. min_p: in [0, 1]. uniform: in [0, 1).
+            ignored unless it is above 0 and below V. top_p: in (0, 1]. min_p: in [0, 1]. random: a whole number
+            from 0 to 2**32 - 1.
 
     Returns:
         int64 [B], always in [0, V). The token of a row with NaN or +inf is arbitrary.
@@ -43,14 +55,15 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
     return torch.stack(sampled) if sampled else torch.empty(0, dtype=torch.int64, device=logits.device)
 
 
-def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, uniform: float) -> Tensor:
+def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_p: float, random: float) -> Tensor:
     largest = logits.amax()
     if not largest <= LARGEST:
         logits = torch.where(logits < LARGEST, logits, LARGEST)
         largest = logits.amax()
     if temperature <= COLDEST or largest == float("-inf"):
         return logits.argmax()
-    weights = token_weights(logits, largest, temperature)
+    octaves = octaves_of(logits, largest, temperature)
+    weights = token_weights(octaves)
     if 0 < top_k < int(weights.count_nonzero()):
         weights *= _leading(logits, weights > 0, (weights > 0).long(), int(top_k))
     if top_p < 1:
@@ -58,9 +71,23 @@ def _sample(logits: Tensor, temperature: float, top_k: float, top_p: float, min_
         weights *= _leading(logits, weights > 0, weights, target)
     if min_p:
         weights *= weights >= math.ceil(min_p * UNIT)
-    upto = weights.cumsum(0)
-    total = int(upto[-1])
-    return torch.searchsorted(upto, min(int(uniform * total), total - 1), right=True)
+    return _first(weights, octaves, int(random))
+
+
+def _first(weights: Tensor, octaves: Tensor, random: int) -> Tensor:
+    """The token with a weight that arrives first. An exponentially distributed number is at least as large as its
+    share, so most tokens are known to arrive after the heaviest one without logarithms."""
+    numbers, heaviest = race_numbers(random, _mixed_ids(len(weights), weights.device)), int(weights.argmax())
+    latest = float(arrivals(numbers[heaviest], octaves[heaviest]).exp2())
+    racing = (weights > 0) & (numbers * (TO_SHARE * UNIT) <= (weights + 1) * (1.01 * latest))
+    racing[heaviest] = True
+    tokens = racing.nonzero().squeeze(1)
+    return tokens[arrivals(numbers[tokens], octaves[tokens]).argmin()]
+
+
+@functools.lru_cache(maxsize=8)
+def _mixed_ids(size: int, device: torch.device) -> Tensor:
+    return mix(torch.arange(size, device=device))
 
 
 def _leading(logits: Tensor, there: Tensor, measure: Tensor, target: int) -> Tensor:

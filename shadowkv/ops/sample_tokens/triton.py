@@ -4,7 +4,7 @@ L2 cache.
 The first passes find the largest and the smallest logit, then the weight of all tokens. For top-k and then top-p, the
 kernel searches for the lowest logit that the filter keeps, in a range of logits. Each pass counts or weighs the tokens
 above three values, and so reduces the range to a quarter, until the tokens in the range fit in registers. A last pass
-sums up the weights of the kept tokens by block. The block with the sampled token is read again.
+finds the kept token that arrives first.
 
 Weights are whole numbers, so sums do not depend on the order of additions.
 """
@@ -37,6 +37,9 @@ ROUND = tl.constexpr(weights.ROUND)
 MAX_OCTAVES = tl.constexpr(weights.MAX_OCTAVES)
 LOG2E = tl.constexpr(weights.LOG2E)
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(coefficient) for coefficient in weights.MANTISSA)
+L0, L1, L2, L3, L4, L5, L6, L7 = (tl.constexpr(coefficient) for coefficient in weights.LOG2)
+ROOT_HALF, ONE = tl.constexpr(weights.ROOT_HALF), tl.constexpr(weights.ONE)
+TO_SHARE, NEAR = tl.constexpr(weights.TO_SHARE), tl.constexpr(weights.NEAR)
 
 
 def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
@@ -57,7 +60,6 @@ def sample_tokens(logits: Tensor, parameters: Tensor) -> Tensor:
             BY_VALUE=BY_VALUE,
             BLOCK=BLOCK,
             LONG_BLOCK=LONG_BLOCK,
-            BLOCKS=triton.next_power_of_2(triton.cdiv(size, LONG_BLOCK)),
             num_warps=16,
             enable_fp_fusion=False,  # fused multiply-adds round differently
         )
@@ -77,7 +79,6 @@ def _sample_tokens(
     BY_VALUE: tl.constexpr,
     BLOCK: tl.constexpr,
     LONG_BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -85,7 +86,7 @@ def _sample_tokens(
     parameters += row * COLUMNS
     temperature = tl.load(parameters)
     top_k, top_p = tl.load(parameters + 1).to(tl.int64), tl.load(parameters + 2)
-    min_p, uniform = tl.load(parameters + 3), tl.load(parameters + 4)
+    min_p, random = tl.load(parameters + 3), tl.load(parameters + 4).to(tl.int64).to(tl.uint32)
     smallest, largest, sampled = _extent(logits, size, BLOCK)
     if (temperature > COLDEST) & (largest > float("-inf")):
         scale = (1 / temperature).to(tl.float32) * LOG2E
@@ -109,7 +110,7 @@ def _sample_tokens(
         if kept < ties:
             end = _end_of_ties(logits, size, least, kept, LONG_BLOCK)
         lightest = tl.ceil(min_p * UNIT).to(tl.int64)
-        sampled = _sample(logits, size, largest, scale, least, end, lightest, uniform, LONG_BLOCK, BLOCKS)
+        sampled = _sample(logits, size, largest, scale, least, end, lightest, random, BLOCK)
     tl.store(tokens + row, sampled.to(tl.int64))
 
 
@@ -123,8 +124,12 @@ def _load(logits, start, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(logit, largest, scale):
+    return _weight_of(tl.minimum((largest - logit) * scale, MAX_OCTAVES))
+
+
+@triton.jit
+def _weight_of(octaves):
     """``weights.token_weights``, with the same operations."""
-    octaves = tl.minimum((largest - logit) * scale, MAX_OCTAVES)
     rounded = octaves + ROUND
     part = octaves - (rounded - ROUND)
     value = ((((part * C5 + C4) * part + C3) * part + C2) * part + C1) * part + (C0 + ROUND)
@@ -295,28 +300,46 @@ def _end_of_ties(logits, size, value, kept, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kept(logits, start, size, largest, scale, least, end, lightest, BLOCK: tl.constexpr):
-    """Token ids and their weights, 0 for tokens that are not kept."""
-    token, logit = _load(logits, start, size, BLOCK)
-    weight = _weight(logit, largest, scale)
-    keep = ((logit > least) | ((logit == least) & (token < end))) & (weight >= lightest)
-    return token, tl.where(keep, weight, 0)
+def _mix(x):
+    """``sampling.mix`` of uint32 numbers."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
 
 
 @triton.jit
-def _sample(
-    logits, size, largest, scale, least, end, lightest, uniform, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
+def _log2_ratio(part):
+    return ((((((part * L7 + L6) * part + L5) * part + L4) * part + L3) * part + L2) * part + L1) * part + L0
+
+
+@triton.jit
+def _log2(x):
+    bits = x.to(tl.int32, bitcast=True) + (ONE - ROOT_HALF)
+    part = ((bits & 0x7FFFFF) + ROOT_HALF).to(tl.float32, bitcast=True) - 1
+    return part * _log2_ratio(part) + ((bits >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def _arrivals(random, token, octaves):
+    """``weights.arrivals``, with the same operations."""
+    number = _mix(_mix(token.to(tl.uint32)) ^ random)
+    share = (number.to(tl.float32) + 0.5) * TO_SHARE
+    rest = ((number ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * TO_SHARE
+    own = tl.where(share < NEAR, share * _log2_ratio(-share), -_log2(rest))
+    return _log2(own) + octaves
+
+
+@triton.jit
+def _sample(logits, size, largest, scale, least, end, lightest, random, BLOCK: tl.constexpr):
     """Returns the sampled token. A token is kept if its weight is at least ``lightest``, and its logit is above
     ``least``, or equal to ``least`` with a token id below ``end``."""
-    block = tl.arange(0, BLOCKS)
-    sums = tl.zeros([BLOCKS], tl.int64)
-    for number in range(0, tl.cdiv(size, BLOCK)):
-        _, weight = _kept(logits, number * BLOCK, size, largest, scale, least, end, lightest, BLOCK)
-        sums = tl.where(block == number, tl.sum(weight), sums)
-    total = tl.sum(sums)
-    rank = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    there = tl.sum((tl.cumsum(sums, 0) <= rank).to(tl.int32))
-    before = tl.sum(tl.where(block < there, sums, 0))
-    token, weight = _kept(logits, there * BLOCK, size, largest, scale, least, end, lightest, BLOCK)
-    return tl.min(tl.where(before + tl.cumsum(weight, 0) > rank, token, size - 1))
+    first, at = tl.full([BLOCK], float("inf"), tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, size, BLOCK):
+        token, logit = _load(logits, start, size, BLOCK)
+        octaves = tl.minimum((largest - logit) * scale, MAX_OCTAVES)
+        weight = _weight_of(octaves)
+        keep = ((logit > least) | ((logit == least) & (token < end))) & (weight >= lightest) & (weight > 0)
+        arrival = tl.where(keep, _arrivals(random, token, octaves), float("inf"))
+        at = tl.where(arrival < first, token, at)
+        first = tl.minimum(arrival, first)
+    return tl.min(tl.where(first == tl.min(first), at, size))
