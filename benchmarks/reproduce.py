@@ -146,6 +146,12 @@ def main() -> int:
     parser.add_argument("--kv", nargs="+", choices=POLICIES, default=POLICIES, help="rows (default: all)")
     parser.add_argument("--qwen", type=Path, metavar="FILE", help="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
     args = parser.parse_args()
+    if args.samples is not None and args.samples < 1:
+        parser.error(f"--samples {args.samples} must be at least 1")
+    if POLICIES[0] not in args.kv:
+        parser.error(f"--kv needs {POLICIES[0]}, to which the others are compared")
+    if args.qwen is not None and not args.qwen.is_file():
+        parser.error(f"--qwen {args.qwen} is not a file")
     chosen = [column for column in columns(args.qwen) if not args.length or column.length in args.length]
     if not torch.cuda.is_available():
         print(

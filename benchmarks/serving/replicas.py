@@ -20,6 +20,7 @@ import asyncio
 import json
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -97,6 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the server, too
     args.out.mkdir(parents=True, exist_ok=True)
     url, routing = f"http://127.0.0.1:{args.port}/v1", args.out / "routing"
     started = [sys.executable, "-m", "benchmarks.serving.routed_server", str(routing), "--port", str(args.port)]

@@ -120,7 +120,9 @@ REFUSED = {
     ),
     "use --tensor-parallel-size N to split the model": "--pipeline-parallel-size -pp N=1",
     "--data-parallel-size N starts all engines on this machine; on several: shadowkv ray serve --replicas N": (
-        "--data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp"
+        "--data-parallel-size-local -dpl N=1, --data-parallel-backend -dpb N=mp, --data-parallel-rank -dpn N, "
+        "--data-parallel-start-rank -dpr N, --data-parallel-address -dpa N, --data-parallel-rpc-port -dpp N, "
+        "--data-parallel-hybrid-lb -dph, --data-parallel-external-lb -dpe"
     ),
     "the cache is split across GPUs by heads only": "--decode-context-parallel-size -dcp N=1",
     "--enable-expert-parallel gives each GPU whole experts, which stay there": "--enable-eplb, --enable-dbo",

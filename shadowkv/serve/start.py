@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,9 @@ from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
 from shadowkv.settings import add_flags
+
+MOST_ON_FEW_CORES = 8
+"""Maximum number of engines on a machine of up to as many cores; on others one engine for each core."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *own: str) -> None:
@@ -125,8 +129,11 @@ def start_engine(config: EngineConfig, compare: str | None, module: str = ENGINE
 
 
 def start_replicas(config: EngineConfig, count: int) -> ReplicaProcesses:
-    """Starts the processes of ``count`` engines of one model, each with its own GPUs. Raises ValueError if all would
-    take the same host memory."""
+    """Starts the processes of ``count`` engines of one model, each with its own GPUs. Raises ValueError if there are
+    too many for the machine's cores, or if all would take the same host memory."""
+    most = max(MOST_ON_FEW_CORES, len(os.sched_getaffinity(0)))
+    if count > most:
+        raise ValueError(f"--data-parallel-size {count} is more than {most}, the most engines for this machine's cores")
     if config.spec().place == "host" and config.host_memory_gib is None:
         raise ValueError(
             f"--data-parallel-size {count} with --kv {config.kv} needs --host-memory-gib: host memory of each engine"

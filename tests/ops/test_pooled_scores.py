@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent_case import DEVICE, INTERPRETED, ON_GPU
+from devices import DEVICE, INTERPRETED, ON_GPU
 from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables

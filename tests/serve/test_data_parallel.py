@@ -125,6 +125,11 @@ def test_flags_that_are_refused(flags: list[str], message: str, capsys: Any) -> 
     assert message in capsys.readouterr().err
 
 
+def test_more_engines_than_the_machine_has_cores_for(capsys: Any) -> None:
+    assert main(["-dp=100000", "--port=0"]) == 2
+    assert "--data-parallel-size 100000 is more than" in capsys.readouterr().err
+
+
 def test_host_memory_that_all_would_take(capsys: Any) -> None:
     assert main([TWO, "--kv=turbo-host", "--port=0"]) == 2
     assert "--kv turbo-host needs --host-memory-gib: host memory of each engine" in capsys.readouterr().err

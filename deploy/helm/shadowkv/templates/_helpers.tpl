@@ -36,8 +36,9 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 - {{ printf "--%s=%v" $name $value | quote }}
 {{- end }}
 {{- end }}
-{{- if gt (int .Values.gpus) 1 }}
-- --tensor-parallel-size={{ int64 .Values.gpus }}
+{{- $engines := int (default 1 (get (default dict .Values.flags) "data-parallel-size")) }}
+{{- if gt (div (int .Values.gpus) $engines) 1 }}
+- --tensor-parallel-size={{ div (int .Values.gpus) $engines }}
 {{- end }}
 {{- with .Values.segments }}
 - --kv-disk-dir=/segments
