@@ -168,9 +168,12 @@ def together(parts: Iterable[Any]) -> Any:
     if not given:
         return None
     first = given[0]
-    if isinstance(first, msgspec.Struct) or (is_dataclass(first) and not isinstance(first, type)):
-        named = isinstance(first, msgspec.Struct)
-        names = first.__struct_fields__ if named else [field.name for field in fields(first)]
+    names: Sequence[str] = ()
+    if isinstance(first, msgspec.Struct):
+        names = first.__struct_fields__
+    elif is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+    if names:
         return type(first)(**{name: together(getattr(part, name) for part in given) for name in names})
     if isinstance(first, dict):
         return {name: together(part.get(name) for part in given) for name in dict.fromkeys(n for p in given for n in p)}
