@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,8 +10,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
@@ -24,14 +27,18 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.llm import LLM
 from shadowkv.engine.outputs import CheckedTokens
+from shadowkv.engine.process.client import Answers, ClientRequest
 from shadowkv.engine.process.main import _with_own_memory
-from shadowkv.engine.process.replicas import together
+from shadowkv.engine.process.replicas import ReplicaClient, together
+from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.ray.serve import parse as parse_ray
 from shadowkv.serve.__main__ import main, parse
 from shadowkv.serve.process import ENGINE_DIED
+from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
 
 TWO = "--data-parallel-size=2"
@@ -184,6 +191,76 @@ def test_statistics_add_up() -> None:
     checked = together([CheckedTokens(1, 0.5), None, CheckedTokens(2, 0.25)])
     assert (checked.tokens, checked.kl) == (3, 0.75)
     assert together([None, None]) is None
+
+
+@pytest.fixture
+def two_here(tiny_model: Path) -> Iterator[tuple[ReplicaClient, list[LocalEngine]]]:
+    """The client of two engines on threads of this process."""
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", kv="full", max_num_seqs=2)
+    local = [LocalEngine(config) for _ in range(2)]
+    for one in local:
+        one.start()
+    yield ReplicaClient(local), local
+    for one in local:
+        one.shutdown()
+
+
+def test_which_requests_of_an_engine_that_dies_are_moved(two_here: Any, monkeypatch: Any) -> None:
+    client, local = two_here
+    sent = list[LocalEngine]()
+
+    def begin(one: LocalEngine, request: ClientRequest, answers: Answers, save: Any = None) -> None:
+        request.engine = one
+        sent.append(one)
+
+    for one in local:
+        monkeypatch.setattr(one, "begin", partial(begin, one))
+
+    def served(save: Any = None) -> tuple[ClientRequest, Answers]:
+        request = client.request([5] * 40, SamplingParams(max_tokens=4))
+        answers = Answers([request], client.tokenizer)
+        client.begin(request, answers, save)
+        return request, answers
+
+    one, answers = served()
+    sent[0].stopping = True
+    assert not sent[0].hand_on(one, answers), "the server is being stopped"
+    sent[0].stopping = False
+    assert sent[0].hand_on(one, answers) and len(sent) == 2
+    assert not sent[1].hand_on(one, answers), "it is moved once"
+    one, answers = served()
+    answers.begun.add(one.request_id)
+    assert not sent[-1].hand_on(one, answers), "it has a token"
+    one, answers = served(save=(1, "name"))
+    assert not sent[-1].hand_on(one, answers), "what was asked with it is lost"
+
+
+def test_a_request_that_the_engine_has_ended_is_not_handed_on(two_here: Any) -> None:
+    client, (first, _) = two_here
+    ended, going = (client.request([5] * 40, SamplingParams(max_tokens=4)) for _ in range(2))
+    answers = Answers([ended, going], client.tokenizer)
+    answers.unfinished.discard(ended.request_id)
+    handed = list[ClientRequest]()
+    first.hand_on = lambda request, answers: handed.append(request) is None
+    first._answers = {one.request_id: answers for one in (ended, going)}
+    first._end_all("gone")
+    assert handed == [going]
+
+
+def test_ids_of_requests_differ_whoever_makes_them(two_here: Any) -> None:
+    client, local = two_here
+    made = [one.request([5] * 40, SamplingParams()).request_id for one in (client, *local)]  # a save makes one anew
+    assert len(set(made)) == 3
+
+
+def test_files_of_a_shared_directory_count_once(two_here: Any, monkeypatch: Any) -> None:
+    client, local = two_here
+    for one, seen in zip(local, (3, 2), strict=True):
+        disk = TierStats(used_bytes=100 * seen, total_bytes=1000, files=seen, evictions=seen)
+        stats = EngineStats(0, 0, {}, FetchCounts(), {"disk": disk})
+        monkeypatch.setattr(one, "stats", AsyncMock(return_value=stats))
+    wanted = TierStats(used_bytes=300, total_bytes=1000, files=3, evictions=5)
+    assert asyncio.run(client.stats()).prefixes == {"disk": wanted}
 
 
 def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_other_along(tiny_model: Path) -> None:
