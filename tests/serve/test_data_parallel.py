@@ -264,7 +264,8 @@ def test_files_of_a_shared_directory_count_once(two_here: Any, monkeypatch: Any)
 
 
 def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_other_along(tiny_model: Path) -> None:
-    with server(tiny_model, TWO, "--shutdown-timeout=600", "--kv-offload-gib=0.1") as one:
+    longer = '--hf-overrides={"max_position_embeddings": 8192}'
+    with server(tiny_model, TWO, "--shutdown-timeout=600", "--kv-offload-gib=0.1", longer) as one:
         family = one.family()
 
         # Documents spread, and later questions follow them.
@@ -289,7 +290,7 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
         wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
-        with two_streams(one) as streams:
+        with two_streams(one, max_tokens=6000) as streams:  # they outlast the start of a batch, also on a busy machine
             batch = batch_of(one, 4)
             wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
             engines(one)[1].kill()
