@@ -42,6 +42,9 @@ from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
 
 TWO = "--data-parallel-size=2"
+LONGER = '--hf-overrides={"max_position_embeddings": 8192}'
+LONG_ANSWER = {"max_tokens": 6000}
+"""An answer that outlasts what a test does meanwhile, also on a busy machine. It needs ``LONGER``."""
 PAGES = 4
 KILLED = "engine {} has died: its process has ended (SIGKILL: the system may have run out of memory)"
 
@@ -264,8 +267,7 @@ def test_files_of_a_shared_directory_count_once(two_here: Any, monkeypatch: Any)
 
 
 def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_other_along(tiny_model: Path) -> None:
-    longer = '--hf-overrides={"max_position_embeddings": 8192}'
-    with server(tiny_model, TWO, "--shutdown-timeout=600", "--kv-offload-gib=0.1", longer) as one:
+    with server(tiny_model, TWO, "--shutdown-timeout=600", "--kv-offload-gib=0.1", LONGER) as one:
         family = one.family()
 
         # Documents spread, and later questions follow them.
@@ -290,7 +292,7 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
         wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
-        with two_streams(one, max_tokens=6000) as streams:  # they outlast the start of a batch, also on a busy machine
+        with two_streams(one, **LONG_ANSWER) as streams:
             batch = batch_of(one, 4)
             wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
             engines(one)[1].kill()
@@ -344,9 +346,9 @@ def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the
 
 
 def test_ctrl_c_ends_all_of_them(tiny_model: Path) -> None:
-    with server(tiny_model, TWO, "--shutdown-timeout=0.2") as one:
+    with server(tiny_model, TWO, "--shutdown-timeout=0.2", LONGER) as one:
         family = one.family()
-        with two_streams(one) as streams:
+        with two_streams(one, **LONG_ANSWER) as streams:
             for process in family:
                 process.send_signal(signal.SIGINT)
             errors = [stream.last()["error"]["message"] for stream in streams]
