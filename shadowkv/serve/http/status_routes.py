@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import Field
 
 from shadowkv import __version__
 from shadowkv.serve.bodies.api_error import ApiError
@@ -42,7 +43,7 @@ class Health(Answer):
     """Answer of ``/health``, with 503 if all engines are dead. If there are several, it has the status of each."""
 
     status: Literal["ok", "dead"]
-    engines: list[Literal["ok", "dead"]] = []  # noqa: RUF012
+    engines: list[Literal["ok", "dead"]] = Field(default_factory=list)
 
 
 class Load(Answer):
