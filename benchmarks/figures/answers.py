@@ -15,6 +15,7 @@ FOUR_SEEDS = {
     for name, folder in {
         "SmolLM2, 16K": "smollm2_16k",
         "SmolLM2, 32K": "smollm2_32k",
+        "Qwen, 16K": "qwen_16k",
         "Qwen, 32K": "qwen_32k",
     }.items()
 }
@@ -22,7 +23,6 @@ FOUR_SEEDS = {
 
 FORMER = {
     "SmolLM2, 64K": ("h200/ruler_64k_smollm2", 65536),
-    "Qwen, 16K": ("h200/ruler_qwen", 16384),
     "Qwen by YaRN, 64K": ("h200/ruler_64k_qwen", 65536),
 }
 """RULER with the defaults up to 4c124996, on one held-out seed: folder and length of each row. Today's defaults were
@@ -154,6 +154,9 @@ def kl_32k() -> str:
                 found = line(f"{folder}/fidelity.csv", kv=kv, texts=texts)
                 cells.append(f"{float(found['mean_kl']):.4f} ± {float(found['mean_kl_stderr']):.4f}")
         rows.append([label, *cells])
+    today = (line("h200/fidelity_32k_texts/fidelity.csv", kv="turbo", texts=texts) for texts in ("essays", "code"))
+    cells = [f"{float(found['mean_kl']):.4f} ± {float(found['mean_kl_stderr']):.4f}" for found in today]
+    rows.append(["`turbo`, dense prefill (today's default)", *cells, NONE, NONE])
     return table(["nats a token", *(f"{name}, {texts}" for name in folders for texts in ("essays", "code"))], rows)
 
 

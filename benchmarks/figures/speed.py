@@ -18,6 +18,8 @@ from benchmarks.figures.results import (
 
 CONTEXTS = (61440, 124928, 249856, 1000000)
 THROUGHPUT = "h200/throughput"
+TURBO_THROUGHPUT = "h200/throughput_640"
+"""``turbo``'s largest batches with today's budget; other policies and batches are in ``THROUGHPUT``."""
 PREFILL = "h200/prefill/summary.csv"
 SERVING = "h200/serving/summary.csv"
 REUSE = "h200/reuse/summary.csv"
@@ -41,6 +43,8 @@ def decode_cell(kv: str, context: int, folder: str = THROUGHPUT) -> Cell:
     """Returns the cell of a policy at a context, from a folder that ``benchmarks.sweeps.throughput`` wrote."""
     if context == CONTEXTS[-1] and folder == THROUGHPUT:
         folder = "h200/throughput_1m"
+    elif kv == "turbo" and folder == THROUGHPUT:
+        folder = TURBO_THROUGHPUT
     return _largest(f"{folder}/summary.csv", kv, context)
 
 
