@@ -4,7 +4,7 @@ settings of cache parts."""
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NUMBERS: dict[type, type] = {int: Integral, float: Real}
 """Abstract types of numbers. NumPy's numbers belong to them, too."""
 
-_SHOWN = {types.NoneType: "None", Mapping: "dict"}
+_SHOWN = {types.NoneType: "None", Mapping: "dict", Sequence: "list"}
 """Names that messages use for types, where they differ from the type's ``__name__``."""
 
 

@@ -16,11 +16,15 @@ the weights. The floor is measured with one row of ``FLOOR_TOKENS`` tokens. All 
     python -m benchmarks.sweeps.throughput --model llama-3-8b-1m --load-format dummy --kv turbo \\
         --mix 1x1000000,40x61440 1x124928,63x2048 --out results
 
-Random weights draft nothing that is right. ``--acceptance`` accepts each drafted token with a given probability, for
-example one that was measured on a trained model (``benchmarks.serving.speculation``). A step includes its draft steps:
+Random weights draft nothing that is right. ``--acceptance`` accepts each drafted token with a given probability if all
+before it are accepted (``synthetic_acceptance_rates`` of ``SpeculativeConfig``), for example one that was measured on a
+trained model (``benchmarks.serving.speculation``). A step includes its draft steps, and a cell has the number of tokens
+that were accepted per draft:
 
     python -m benchmarks.sweeps.throughput --model llama-3.1-8b --load-format dummy --context 61440 124928 \\
         --kv full full-speculative --acceptance 0.9 --synthetic-prefill --out results
+    python -m benchmarks.sweeps.throughput --model qwen3.5-9b --load-format dummy --context 8192 --kv full --batch 8 \\
+        --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}' --acceptance 0.8 --out results
 
 With ``--ruler``, prompts are samples of RULER and all of them are computed, with a trained model. A cell then has the
 mean score of the answers, too:
@@ -43,7 +47,6 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
@@ -53,7 +56,6 @@ from benchmarks.sweeps.rows import show
 from benchmarks.sweeps.synthetic import ScriptedSelection, begin, endless, scatter
 from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
-from shadowkv.engine.scheduling import drafted_rows
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import largest_batch
 from shadowkv.eval.metrics.scoring import score
@@ -68,6 +70,9 @@ from shadowkv.wording import GIB
 
 COLUMNS = ["kv", "context", "batch", "decode_tokens_per_s", "step_ms", "ttft_s", "device_gib", "host_gib"]
 COLUMNS += ["h2d_mb_per_step", "hit_rate", "ruler", "status"]
+SYNTHETIC = {"rejection_sample_method", "synthetic_acceptance_rates"}
+"""What ``--acceptance`` sets in the speculative config."""
+
 UTILIZATION = 0.99
 """Share of the GPU's memory that an engine uses. The rest is left for activations, workspaces and captured CUDA
 graphs."""
@@ -150,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--acceptance {args.acceptance} must be a share from 0 to 1")
         if not any(drafted_tokens(args, kv) for kv in args.kv):
             parser.error("--acceptance needs a policy that drafts (full-speculative), or --speculative-config")
-        replay_acceptance(args.acceptance)
+        if given := SYNTHETIC & set(args.speculative_config or {}):
+            parser.error(f"--acceptance sets {' and '.join(sorted(given))}: leave it out of --speculative-config")
     if args.ruler is not None:
         check_ruler(parser, args)
     if not torch.cuda.is_available():
@@ -201,23 +207,6 @@ def check_ruler(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--ruler needs {RULER_TOKENS} tokens of each answer: {given} have fewer")
 
 
-def replay_acceptance(share: float) -> None:
-    """Makes all engines accept each drafted token with probability ``share``, until the first that is not accepted.
-    Tokens are still chosen, and the time of this counts."""
-    draw = random.Random(0)
-
-    def take(drafted: drafted_rows._Drafted, token: int) -> None:
-        request, left = drafted.running.request, len(drafted.draft) - drafted.accepted
-        drafted.agrees = left > 0 and draw.random() < share
-        if drafted.agrees:
-            drafted.accepted += 1
-            request.accepted_drafts += 1
-        else:
-            request.rejected_drafts += left
-
-    patch.object(drafted_rows._Drafted, "take", take).start()
-
-
 def free_memory() -> None:
     """Frees the memory of engines that nothing refers to any more."""
     gc.collect()
@@ -256,7 +245,18 @@ def config_of(args: argparse.Namespace, kv: str, batch: int, context: int) -> En
     # Random weights were not trained for a context length, so any base of RoPE will do. Times do not depend on it.
     theta = 1e7 if args.load_format == "dummy" else None
     memory = {"gpu_memory_utilization": UTILIZATION, "host_memory_gib": host}
-    return EngineConfig(kv=kv, rope_theta=theta, speculative_config=args.speculative_config, **given, **sizes, **memory)
+    return EngineConfig(kv=kv, rope_theta=theta, speculative_config=drafts_of(args, kv), **given, **sizes, **memory)
+
+
+def drafts_of(args: argparse.Namespace, kv: str) -> dict[str, Any] | None:
+    """Returns the speculative config of a policy's cells; None without drafts."""
+    given: dict[str, Any] | None = args.speculative_config
+    drafts = EngineConfig(model=args.model, kv=kv, speculative_config=given).speculation
+    if drafts is None or args.acceptance is None:
+        return given
+    rates = [args.acceptance**place for place in range(1, drafted_tokens(args, kv) + 1)]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    return {"method": drafts.method, **(given or {}), **synthetic}
 
 
 def drafted_tokens(args: argparse.Namespace, kv: str) -> int:
@@ -281,6 +281,7 @@ def measure(args: argparse.Namespace, loaded: LoadedModel, kv: str, context: int
             raise MemoryError("not one sequence fits")
         engine = Engine(config_of(args, kv, count, context), loaded)
         cell["spec"] = engine.cache.spec.as_dict()
+        cell["speculative_config"] = engine.config.speculative_config
         cell["notes"] = engine.notes
         cell["backends"] = engine.cache.ops.backends
         density = replayed_density(args.replay, context)
@@ -328,10 +329,11 @@ def run(
     for _ in range(args.steps):
         engine.step()
     torch.cuda.synchronize()
-    before = engine.stats().fetches
+    before, drafted_before = engine.stats().fetches, drafted(engine)
     windows = [window(engine, args.steps, count) for _ in range(args.windows)]
     step = statistics.median(one.seconds for one in windows)
     stats = engine.stats()
+    drafts, accepted = (now - then for now, then in zip(drafted(engine), drafted_before, strict=True))
     used = {name: tier.used_bytes for name, tier in stats.tiers.items()}
     buffer = cache.layout.bytes_per_block()["segment_slots"]
     selected, fetched, moved = (
@@ -342,6 +344,8 @@ def run(
         "step_ms": 1e3 * step,
         "windows_ms": [1e3 * one.seconds for one in windows],
         "tokens_per_step": statistics.median(one.tokens / count for one in windows),
+        "drafts_per_step": drafts / (args.windows * args.steps * count),
+        "accepted_per_round": accepted / drafts if drafts else None,
         "ttft_s": ttft,
         "device_gib": (torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) / GIB,
         "device_gib_per_sequence": ((used["device"] + used["states"]) / count + buffer) / GIB,
@@ -351,6 +355,12 @@ def run(
         "ruler": 100 * statistics.mean(scores(engine, loaded, samples)) if samples else None,
         "profile": profile(engine),
     }
+
+
+def drafted(engine: Engine) -> tuple[int, int]:
+    """Returns the number of drafts so far, each of one sequence in one step, and of their accepted tokens."""
+    stats = engine.stats().speculation
+    return (0, 0) if stats is None else (stats.num_drafts, stats.num_accepted_tokens)
 
 
 def ruler_samples(loaded: LoadedModel, length: int, count: int, seed: int) -> list[Sample]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.serving.speculation import Always
 from benchmarks.sweeps import throughput, weights
-from benchmarks.sweeps.engines import window
 from benchmarks.sweeps.synthetic import begin
-from benchmarks.sweeps.throughput import fill, fitting, new_tokens, random_prompts, replay_acceptance, scores
+from benchmarks.sweeps.throughput import fill, fitting, measure, new_tokens, random_prompts, scores
 from robustness.tiny_model import ENGINE, tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
-from shadowkv.engine.scheduling import drafted_rows
+from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.engine.startup.sizing import size_cache
 from shadowkv.eval.records.predictions import Sample
@@ -62,17 +63,72 @@ def test_prompts_before_the_timed_one_leave_nothing(warm, monkeypatch):
     assert computed == ["before"] * warm + ["0"] and engine.num_running == 2
 
 
-@pytest.mark.parametrize("share, tokens", [(0.0, 1), (1.0, 5)])
-def test_drafted_tokens_are_accepted_as_often_as_asked(share, tokens, monkeypatch):
-    monkeypatch.setattr(drafted_rows._Drafted, "take", drafted_rows._Drafted.take)  # is restored
-    replay_acceptance(share)
-    with tiny_model() as path:
-        config = {"kv": "full", "kv_dense_below": 0, "max_num_seqs": 2, "max_model_len": 1024, "max_cached_seqs": 0}
-        drafts = {"method": "sparse", "num_speculative_tokens": 4}
-        engine = Engine(EngineConfig(model=str(path), speculative_config=drafts, **{**ENGINE, **config}))
-    engine.decode_steps.speculation.account = Always()
-    fill(engine, random_prompts(engine, 2, 640), 60, True)
-    assert window(engine, 2, 2).tokens == 2 * tokens
+SYNTHETIC = {
+    "method": "suffix",
+    "num_speculative_tokens": 1,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.5],
+}
+HYBRID = {
+    "eos_token_id": 1, "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+"""Sizes of a small Qwen3.5."""
+
+
+@pytest.mark.parametrize(
+    ("method", "kv", "share", "accepted"),
+    [
+        ("suffix", "turbo:budget=64", 1.0, 2),  # the sequences share 4 rows for drafts
+        ("mtp", "full", 0.8, 0.8 + 0.64 + 0.512),
+        ("", "full-speculative:dense_below=0", 1.0, 6),
+        ("", "full", 1.0, None),
+    ],
+)
+def test_cells_have_the_tokens_that_were_accepted_per_draft(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, kv: str, share: float, accepted: float | None
+) -> None:
+    """The sweep's engines draft whatever it costs. A policy without drafts is measured beside them."""
+    monkeypatch.setattr(Account, "length", Always.length)
+    monkeypatch.setattr(throughput, "profile", lambda engine: {})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    flags = ["--load-format", "dummy", "--context", "700", "--kv", kv, "--batch", "2", "--acceptance", str(share)]
+    flags += ["--synthetic-prefill", "--steps", "20", "--out", str(tmp_path)]
+    if method:
+        flags += ["--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 3})]
+    with tiny_model(max_position_embeddings=8192) as path:
+        model = ["--model", str(path)]
+        if method == "mtp":
+            model = ["--model", "qwen3.5-9b", "--hf-overrides", json.dumps(HYBRID)]
+        args = throughput.command().parse_args([*model, *flags])
+        cell = measure(args, load_from_config(throughput.config_of(args, kv, 2, 700)), kv, 700, "2")
+    if accepted is None:
+        found = [cell[name] for name in ("speculative_config", "accepted_per_round", "tokens_per_step")]
+        assert found == [None, None, 1]
+        return
+    rates = cell["speculative_config"]["synthetic_acceptance_rates"]
+    assert rates == [share**place for place in range(1, len(rates) + 1)]
+    assert cell["accepted_per_round"] == pytest.approx(accepted, abs=0.5)
+    assert cell["tokens_per_step"] == pytest.approx(1 + cell["drafts_per_step"] * cell["accepted_per_round"], abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--acceptance", "1.5", "--kv", "full-speculative"], "--acceptance 1.5 must be a share from 0 to 1"),
+        (["--acceptance", "0.5", "--kv", "full"], "--acceptance needs a policy that drafts"),
+        (
+            ["--acceptance", "0.5", "--speculative-config", json.dumps(SYNTHETIC)],
+            "--acceptance sets rejection_sample_method and synthetic_acceptance_rates: leave it out",
+        ),
+    ],
+)
+def test_acceptance_is_refused_where_it_has_no_meaning(flags, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        throughput.main([*flags, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
 
 
 def test_cells_of_weights():

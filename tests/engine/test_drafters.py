@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
-from shadowkv.engine.speculation.drafters import SEPARATOR, NgramDrafter, SuffixDrafter, drafter_of
+from shadowkv.engine.speculation.drafters import SEPARATOR, NgramDrafter, RepeatingDrafter, SuffixDrafter, drafter_of
 from shadowkv.engine.speculation.gate import AcceptanceRates, Account, Gate, StepTimes
 
 
@@ -70,6 +70,14 @@ def test_drafts_end_at_the_end_of_a_predicted_text(method: str) -> None:
     drafter = drafter_of(SpeculativeConfig.of(config | ({"prompt_lookup_max": 2} if method == "ngram" else {})))
     drafter.extend([1, 2, 3, 4, SEPARATOR, 7, 8, 1, 2])
     assert drafter.draft(8) == [3, 4]
+
+
+def test_the_newest_tokens_are_drafted_where_nothing_matches() -> None:
+    drafter = RepeatingDrafter(SuffixDrafter())
+    drafter.extend([9, 9, SEPARATOR, 1, 2, 3])
+    assert (drafter.matched, drafter.draft(2), drafter.draft(8)) == (1, [2, 3], [1, 2, 3])
+    drafter.extend([1, 2])
+    assert (drafter.matched, drafter.draft(2)) == (2, [3, 1])
 
 
 def test_a_long_text_is_read_and_looked_up_in_linear_time() -> None:

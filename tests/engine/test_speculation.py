@@ -350,6 +350,11 @@ def test_times_are_of_steps_as_they_will_be(make: Any, monkeypatch: pytest.Monke
     assert min(seconds for _, seconds in taken) < 0.2 <= engine.decode_steps.seconds
 
 
+def synthetic(rates: Any = None) -> dict[str, Any]:
+    drafts = {"method": "mtp", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
+    return drafts if rates is None else {**drafts, "synthetic_acceptance_rates": rates}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -364,6 +369,15 @@ def test_times_are_of_steps_as_they_will_be(make: Any, monkeypatch: pytest.Monke
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
             "prompt_lookup_min=4 must be at most prompt_lookup_max, which is 2",
         ),
+        ({"method": "mtp", "rejection_sample_method": "block"}, "'block' is not one of standard, synthetic"),
+        (synthetic(), "needs synthetic_acceptance_rates: a probability for each of the 2 tokens of a draft"),
+        (synthetic([0.8, 0.6]) | {"rejection_sample_method": "standard"}, "[0.8, 0.6] has no meaning with"),
+        (synthetic([0.8, -0.1]), "synthetic_acceptance_rates=[0.8, -0.1] must be numbers from 0 to 1"),
+        (synthetic([1.1, 0.5]), "synthetic_acceptance_rates=[1.1, 0.5] must be numbers from 0 to 1"),
+        (synthetic(["0.8", 0.5]), "synthetic_acceptance_rates=['0.8', 0.5] must be numbers from 0 to 1"),
+        (synthetic([0.5, 0.8]), "synthetic_acceptance_rates=[0.5, 0.8] must not increase"),
+        (synthetic([0.8]), "has 1 numbers, and must have a probability for each of the 2 tokens"),
+        (synthetic(0.8), "synthetic_acceptance_rates=0.8 must be list or None, and is float"),
     ],
 )
 def test_a_wrong_config_is_refused(given: dict[str, Any], message: str) -> None:

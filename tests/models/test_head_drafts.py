@@ -522,8 +522,11 @@ def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], mo
     assert got + tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
 
 
-def test_ranks_draft_together(model: tuple[Path, Theirs]) -> None:
-    """With a part of the head on each."""
+@pytest.mark.parametrize("synthetic", [False, True])
+def test_ranks_draft_together(synthetic: bool, model: tuple[Path, Theirs]) -> None:
+    """With a part of the head on each. Ranks also agree on tokens that are accepted at random."""
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.8, 0.64, 0.512]}
+    drafting = {**MTP, **rates} if synthetic else MTP
     sizes = {"device": "cpu", "max_model_len": 256, "max_num_seqs": 2}
 
     def said(drafts: dict[str, Any] | None) -> tuple[dict[str, list[int]], tuple[int, int] | None]:
@@ -536,13 +539,14 @@ def test_ranks_draft_together(model: tuple[Path, Theirs]) -> None:
         finally:
             engine.close()
 
-    wanted, _ = said(None)
-    found, made = said(MTP)
-    alone = engine_of(model[0], **sizes)
+    plain, _ = said(None)
+    found, made = said(drafting)
+    alone = engine_of(model[0], drafting, **sizes)
     for number, params in enumerate((GREEDY, SEEDED, GREEDY)):
         alone.add_request(str(number), prompt(number, (30, 100, 8)[number]), params)
-    drain(alone)
+    wanted = {name: tokens(outputs) for name, outputs in drain(alone).items()}
     assert found == wanted and made == counts(alone)
+    assert (found == plain) is not synthetic
 
 
 def test_settings() -> None:

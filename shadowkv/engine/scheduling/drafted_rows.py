@@ -1,7 +1,8 @@
 """``DraftedRows``: chooses the tokens of a step with drafts, in order. ``DecodeSteps`` uses it.
 
 Each token is chosen as in steps without drafts: from its row's logits, and after all tokens before it. A drafted token
-is accepted if it equals the chosen token. So answers are the same as without drafts.
+is accepted if it equals the chosen token. So answers are the same as without drafts. With synthetic acceptance
+(``SpeculativeConfig``), drafted tokens are accepted at random instead, and take the place of the chosen ones.
 """
 
 from __future__ import annotations
@@ -24,26 +25,32 @@ class _Drafted:
 
     Attributes:
         row: number of its first row in the step. The rows of its drafted tokens follow.
+        synthetic: number of drafted tokens to accept, whatever is chosen; None if they must equal the chosen ones.
         accepted: number of accepted drafted tokens so far.
-        agrees: whether all tokens that were chosen so far equal the drafted ones.
+        agrees: whether no drafted token was rejected so far.
     """
 
     running: Running
     draft: list[int]
     row: int
+    synthetic: int | None
     accepted: int = 0
     agrees: bool = True
 
-    def take(self, token: int) -> None:
+    def take(self, token: int) -> int:
         """Records the token that was chosen from the row of the last accepted token, or from the first row if none is
-        accepted yet."""
+        accepted yet. Returns the token of the answer: the drafted one if it is accepted, else the chosen one."""
         request, left = self.running.request, self.draft[self.accepted :]
-        self.agrees = bool(left) and left[0] == token
-        if self.agrees:
-            self.accepted += 1
-            request.accepted_drafts += 1
+        if self.synthetic is None:
+            self.agrees = bool(left) and left[0] == token
         else:
+            self.agrees = self.accepted < self.synthetic
+        if not self.agrees:
             request.rejected_drafts += len(left)
+            return token
+        self.accepted += 1
+        request.accepted_drafts += 1
+        return left[0]
 
 
 class DraftedRows:
@@ -66,12 +73,12 @@ class DraftedRows:
         self._choose, self._scheduler, self._held, self._speculation = choose, scheduler, held, speculation
         self._rows, row = list[_Drafted](), 0
         for running, draft in zip(rows, drafts, strict=True):
-            self._rows.append(_Drafted(running, draft, row))
+            self._rows.append(_Drafted(running, draft, row, speculation.accepted(running.request, draft)))
             row += 1 + len(draft)
 
     def next(self) -> ChosenRows | None:
-        """Chooses the next token of each sequence whose chosen tokens so far equal the drafted ones. Returns None if
-        there is no such sequence. The tokens of the previous call must have been added to the sequences' answers."""
+        """Chooses the next token of each sequence whose drafted tokens are all accepted so far. Returns None if there
+        is no such sequence. The tokens of the previous call must have been added to the sequences' answers."""
         going, alive = [], {id(running) for running in self._scheduler.running}
         for one in self._rows:
             if one.agrees and id(one.running) in alive:
@@ -82,10 +89,10 @@ class DraftedRows:
         if not going:
             return None
         chosen = self._choose([one.running for one in going], [one.row + one.accepted for one in going])
-        tokens = {id(running): token for running, token in zip(chosen[0], chosen[1][0], strict=True)}
+        places, tokens = {id(running): place for place, running in enumerate(chosen[0])}, chosen[1][0]
         for one in going:
-            if id(one.running) in tokens:
-                one.take(tokens[id(one.running)])
+            if (place := places.get(id(one.running))) is not None:
+                tokens[place] = one.take(tokens[place])
             else:
                 one.agrees = False  # held: its next token is chosen later, and its other rows are dropped
         return chosen

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 from shadowkv.field_types import wrong_types
@@ -31,6 +33,8 @@ DEFAULT_TOKENS = {"suffix": SUFFIX_TOKENS, "sparse": SPARSE_TOKENS, "mtp": HEAD_
 LOOKUP_SIZE = 5
 """Default of ``prompt_lookup_min`` and ``prompt_lookup_max``, as in vLLM."""
 
+REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
+
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
@@ -44,6 +48,10 @@ class SpeculativeConfig:
         num_speculative_tokens: maximum number of drafted tokens of a sequence in a step. It must be set for ``ngram``.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram to look up, in tokens; only for ``ngram``. If
             one is None, it has the value of the other. If both are None, both are 5.
+        rejection_sample_method: ``standard`` accepts a drafted token if the model chooses it. ``synthetic`` accepts
+            drafted tokens at random (``accepted_at_random``), for measurements of speed: answers are not the model's.
+        synthetic_acceptance_rates: for ``synthetic``, the probability at each place of a draft that this token and all
+            before it are accepted, as in vLLM. There are ``num_speculative_tokens`` of them.
 
     Raises ValueError for invalid values. The message lists all of them.
     """
@@ -52,6 +60,8 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if bad := wrong_types(self) or self._contradictions():
@@ -79,7 +89,35 @@ class SpeculativeConfig:
                 bad.append(f"{name}={size} must be at least 1")
         if least is not None and most is not None and least > most:
             bad.append(f"prompt_lookup_min={least} must be at most prompt_lookup_max, which is {most}")
-        return bad
+        return bad + self._wrong_rates()
+
+    def _wrong_rates(self) -> list[str]:
+        method, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
+        if method not in REJECTION_SAMPLE_METHODS:
+            return [f"rejection_sample_method={method!r} is not one of {', '.join(REJECTION_SAMPLE_METHODS)}"]
+        count = self.num_speculative_tokens or DEFAULT_TOKENS.get(self.method)
+        wanted = f"a probability for each of the {count} tokens of a draft, such as 0.8, 0.64, 0.512 for 3 tokens"
+        if rates is None:
+            missing = f"rejection_sample_method='synthetic' needs synthetic_acceptance_rates: {wanted}"
+            return [missing] if method == "synthetic" else []
+        given = f"synthetic_acceptance_rates={rates!r:.100}"
+        if method != "synthetic":
+            return [f"{given} has no meaning with rejection_sample_method={method!r}; it is for 'synthetic'"]
+        if not all(isinstance(rate, Real) and 0 <= rate <= 1 for rate in rates):
+            return [f"{given} must be numbers from 0 to 1"]
+        if any(rate > before for before, rate in pairwise(rates)):
+            return [f"{given} must not increase: each is the probability that a token and all before it are accepted"]
+        if count is not None and len(rates) != count:
+            return [f"{given} has {len(rates)} numbers, and must have {wanted}"]
+        return []
+
+    @property
+    def conditional_rates(self) -> tuple[float, ...] | None:
+        """The probability at each place of a draft that this token is accepted if all before it are; None unless
+        ``rejection_sample_method`` is ``synthetic``."""
+        if (rates := self.synthetic_acceptance_rates) is None:
+            return None
+        return tuple(rate / before if before else 0.0 for before, rate in zip((1.0, *rates), rates, strict=False))
 
     @property
     def with_head(self) -> bool:

@@ -7,10 +7,12 @@ done on the host and takes some microseconds for a token.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
-from shadowkv.engine.speculation.config import SpeculativeConfig
+from shadowkv.engine.speculation.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 SEPARATOR = -1
 """Stands between predicted text and prompt. No token equals it."""
@@ -149,6 +151,31 @@ class SuffixDrafter:
             at = self._earlier[at]
 
 
+class RepeatingDrafter:
+    """Drafts as ``drafter`` does, and the newest tokens once more where that finds nothing. It is for synthetic
+    acceptance: random text has no matches, and its drafts must take as much time as others."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter, self._newest = drafter, deque[int](maxlen=MAX_SPECULATIVE_TOKENS)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the text."""
+        self._drafter.extend(tokens)
+        self._newest.extend(tokens[-MAX_SPECULATIVE_TOKENS:])
+
+    @property
+    def matched(self) -> int:
+        """Number of newest tokens that match an earlier place of the text; 1 without a match."""
+        return self._drafter.matched or 1
+
+    def draft(self, most: int) -> list[int]:
+        """Returns up to ``most`` tokens; as many of the newest ones as there are if nothing matches."""
+        if drafted := self._drafter.draft(most):
+            return drafted
+        newest = list(islice(reversed(self._newest), most))  # those of the predicted text come last
+        return _until_separator(newest)[::-1]
+
+
 def _until_separator(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
@@ -156,6 +183,9 @@ def _until_separator(tokens: list[int]) -> list[int]:
 def drafter_of(config: SpeculativeConfig) -> Drafter:
     """Makes the drafter of a request."""
     if config.method == "suffix":
-        return SuffixDrafter()
-    assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None, "set by SpeculativeConfig"
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        drafter: Drafter = SuffixDrafter()
+    else:
+        least, most = config.prompt_lookup_min, config.prompt_lookup_max
+        assert least is not None and most is not None, "set by SpeculativeConfig"
+        drafter = NgramDrafter(least, most)
+    return drafter if config.conditional_rates is None else RepeatingDrafter(drafter)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from shadowkv.engine.request import Request
+from shadowkv.engine.speculation.acceptance import accepted_at_random
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.drafters import SEPARATOR, Drafter, drafter_of
 from shadowkv.engine.speculation.gate import FIRST_TOKENS, RECENT_TOKENS, AcceptanceRates, Gate, StepTimes
@@ -52,6 +53,7 @@ class Speculation(ABC):
     def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
         assert config.num_speculative_tokens is not None, "set by SpeculativeConfig"
         self._config, self._max_rows, self._most = config, max_rows, config.num_speculative_tokens
+        self._synthetic_rates = config.conditional_rates
         self._rates = AcceptanceRates(None, FIRST_TOKENS, RECENT_TOKENS)
         self._times: defaultdict[int, StepTimes] = defaultdict(StepTimes)
         self.stats = SpeculationStats(num_accepted_tokens_per_pos=[0] * self._most)
@@ -89,6 +91,15 @@ class Speculation(ABC):
     @abstractmethod
     def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
         """Whether the next step of these requests may have a draft. Arguments are as in ``drafts``."""
+
+    def accepted(self, request: Request, draft: Sequence[int]) -> int | None:
+        """Returns how many tokens of a draft are accepted whatever the model says. Returns None if the model decides:
+        with ``rejection_sample_method`` ``standard``, and for requests with grammars, penalties or log-probabilities,
+        which must fit the model's tokens."""
+        params, rates = request.params, self._synthetic_rates
+        if rates is None or params.changes_logits or params.logprobs is not None:
+            return None
+        return accepted_at_random(request, draft, rates)
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         """Records how many of a request's drafted tokens were accepted."""
