@@ -62,8 +62,10 @@ class Case:
 CASES = (
     Case("one user, 60 words", 1, 60, 128),
     Case("one user, 825 words", 1, 825, 64),
+    Case("one user, 2,048 words", 1, 2048, 64),
     Case("one user, 3,129 words", 1, 3129, 64),
     Case("one user, 6,240 words", 1, 6240, 64),
+    Case("one user, 18,432 words", 1, 18432, 64),
     Case("eight users, 60 words", 8, 60, 128),
     Case("eight users, 825 words", 8, 825, 64),
 )
@@ -186,8 +188,8 @@ def main() -> int:
 
     args = parse()
     file = os.fspath(args.model or fetch(DEFAULT_MODEL))
-    longest = max(case.words + case.answer for case in CASES) + 64
-    users = max(case.users for case in CASES)
+    longest = max(case.words + case.answer for case in args.cases) + 64
+    users = max(case.users for case in args.cases)
     serve = [sys.executable, "-m", "shadowkv.serve", "--model", file, "--device", "cpu"]
     serve += ["--served-model-name", SERVED, *args.flags]
     peer = Path(__file__).with_name("llama_server.py")

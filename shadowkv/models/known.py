@@ -64,6 +64,7 @@ CATALOGUE: dict[str, WheelFile | HubFile | Adapted | Shape] = {
     "qwen3-30b-a3b-2507": Shape("Qwen/Qwen3-30B-A3B-Instruct-2507"),
     "qwen3-235b-a22b-2507": Shape("Qwen/Qwen3-235B-A22B-Instruct-2507"),
     "qwen3-next-80b-a3b": Shape("Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    "qwen3.5-0.8b": Shape("Qwen/Qwen3.5-0.8B"),
     "qwen3.5-9b": Shape("Qwen/Qwen3.5-9B"),
     "qwen3.5-27b": Shape("Qwen/Qwen3.5-27B"),
     "qwen3.5-35b-a3b": Shape("Qwen/Qwen3.5-35B-A3B"),

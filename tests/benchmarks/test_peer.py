@@ -7,14 +7,18 @@ from argparse import Namespace
 from itertools import pairwise
 from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
 import tokenizers
+from gguf.quants import dequantize
 
-from benchmarks.peer import bench_vllm, peer_reuse, vllm_server
+from benchmarks.peer import bench_vllm, peer_reuse, random_gguf, vllm_server
 from benchmarks.peer.peer_drive import MEASURED, SETTLING, Driver
 from benchmarks.peer.peer_model import CONFIG, token_bytes, write_model
 from benchmarks.prefix_cache.chat_trace import TraceShape
 from benchmarks.sweeps.rows import read
+from shadowkv.models.loader import load_model
 from shadowkv.models.sources import config_file
 from shadowkv.models.tokenization.tokenizer_files import byte_tokenizer
 
@@ -207,3 +211,38 @@ def test_the_peers_server_is_of_the_same_model_and_tokens(tmp_path, monkeypatch)
     ids = [*range(0, 128256, 7), CONFIG["eos_token_id"]]
     assert theirs.decode(ids) == ours.decode(ids)
     assert vllm_server.command(tmp_path, 1, [], tmp_path / "other").index(str(tmp_path / "other")) > 0
+
+
+def tokenizer_of_letters(path):
+    """A GGUF file with a tokenizer and no tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*map(chr, range(33, 123)), "ab"])
+    writer.add_token_types([1] * 91)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf.GGUFReader(path)
+
+
+def test_a_random_file_is_a_hybrid_that_loads(tmp_path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 128, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_conv_kernel_dim": 4}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 4096}
+    config, path = SimpleNamespace(**sizes, **heads, **linear, **dims), tmp_path / "random.gguf"
+    random_gguf.write(config, tokenizer_of_letters(tmp_path / "letters.gguf"), path, seed=1)
+    loaded = load_model(path)
+    assert loaded.config.vocab_size == 128 and loaded.tokenizer.encode("ab", add_special_tokens=False) == [90]
+    assert [bool(kind.state) for kind in loaded.config.shape.kinds] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("form", ["Q4_K", "Q6_K"])
+def test_random_blocks_have_the_spread_of_weights(form: str) -> None:
+    kind = gguf.GGMLQuantizationType[form]
+    weights = dequantize(random_gguf.random_blocks(np.random.default_rng(0), 200, 1024, kind), kind)
+    assert 0.5 < weights.std() * 32 < 2 and abs(weights.mean()) * 32 < 0.5

@@ -48,6 +48,7 @@ BILLIONS = {
     "qwen3-next-80b-a3b": 79.674,
     "nemotron-3-nano-30b-a3b": 31.578,
     "minimax-m3": 426.175,
+    "qwen3.5-0.8b": 0.752,
     "qwen3.5-9b": 8.954,
     "qwen3.5-27b": 26.896,
     "qwen3.5-35b-a3b": 34.661,
