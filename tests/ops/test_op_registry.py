@@ -307,7 +307,7 @@ def test_what_a_backend_cannot_serve_goes_to_the_reference_with_its_reason(
     for name in names:
         assert usual.backends[name] != "reference"
         assert ops.backends[name] == "reference"
-        assert reason in ops.reasons[name][-1]
+        assert any(reason in one for one in ops.reasons[name])
 
 
 def test_long_contexts_and_many_examined_runs_are_searched_by_kernels(built: None) -> None:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
+from shadowkv.ops.attention_results import merge_parts
 from shadowkv.ops.codec import LANES, CodecId
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
@@ -112,10 +113,8 @@ class StoredForm:
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Merges the attention of parts, ``out`` [B, H, parts, G, columns] and ``lse`` [B, H, parts, G], for G query
         heads per kv head. Returns the attention [B, H * G, d] and its log-sum-exps [B, H * G]."""
-        total = lse.logsumexp(2)
-        weights = (lse - total.masked_fill(total == -torch.inf, 0).unsqueeze(2)).exp()
-        joined = self._restored((out * weights.unsqueeze(-1)).sum(2))
-        return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
+        joined, total = merge_parts(out, lse)
+        return self._restored(joined).flatten(1, 2).to(dtype), total.flatten(1, 2)
 
     def _restored(self, out: Tensor) -> Tensor:
         """Converts sums of stored rows [B, H, G, columns] to [B, H, G, d]: orders, scales and rotates them back."""
