@@ -268,7 +268,7 @@ SKETCH = ("sketch_queries", "sign_scores", "select_by_sketch")
         ("cuda", {"dtype": torch.float32}, ["dense_attention.partial"], "cuda: torch.float32 is not of 16 bits"),
         ("cuda", {"head_dim": 80}, ["paged_attention"], "cuda: head dim 80 is not 64, 96, 128 or 256"),
         ("cuda", {"head_dim": 84}, ["dense_attention.partial"], "cuda: head dim 84 is no multiple of 8 up to 256"),
-        ("cuda", {"head_dim": 192}, SKETCH, "cuda: head dim 192 is not in 8-128 or 200-256"),
+        ("cuda", {"head_dim": 192}, SKETCH, "cuda: head dim 192 is not in 8-128, 200-256 or 456-512"),
         ("cuda", {"head_dim": 192}, ["sketch_keys"], "triton: head dim 192 is above 128"),
         ("cuda", {"num_query_heads": 136}, SKETCH, "cuda: 17 query heads per kv head are more than 16"),
         ("cuda", {"num_query_heads": 264}, ["select_top_chunks"], "cuda: 33 query heads per kv head are more than 32"),
