@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shadowkv.ops.attend_coded.triton import store_part, thread_blocks
+from shadowkv.ops.attend_coded.triton import store_part, thread_blocks, weighed_tokens
 from shadowkv.ops.attention_results import attend_to_nothing, merge_parts
 from shadowkv.ops.case import Case, unless, unless_one_of
 from shadowkv.ops.page import PAGE
@@ -98,12 +98,7 @@ def _attend_pages(
         scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(lives[None, :], scores, float("-inf"))
         values = tl.load(v + page * v_page + head * v_head + at, mask=there, other=0)
-        most = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(most == float("-inf"), 0.0, most)
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(peak - base)
-        total = total * faded + tl.sum(weights, 1)
+        peak, total, faded, weights = weighed_tokens(scores, peak, total)
         acc = acc * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        peak = most
     target = (unit * parts + part) * GROUP
     store_part(out, lse, target, peak, total, acc, GROUP, GROUP_BLOCK, COLUMNS)
