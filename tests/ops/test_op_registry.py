@@ -100,6 +100,26 @@ def test_a_gpu_runs_no_reference_of_the_default_policy(built: None) -> None:
     assert not ops.synchronising
 
 
+STORING = {"quantize_rows", "rebuild_rows", "sketch_keys", "whiten_rows", "dense_attention.partial"}
+"""Calls of ``turbo`` that run in PyTorch with heads of 512. They store prompts and full pages, or attend to stored
+tokens for later turns."""
+
+
+def test_decode_steps_with_heads_of_512_run_in_kernels(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of Gemma-4-31B."""
+
+    def no_kernel(*_: object) -> int:
+        raise RuntimeError("attend_selected_memory, , head dim 512 is not 64, 96, 128 or 256")
+
+    monkeypatch.setattr(attend_selected, "_op", lambda *_: no_kernel)
+    heads = {"head_dim": 512, "rope_dim": 512, "num_kv_heads": 4, "rank": 320, "latent_width": 176}
+    case = replace(INT4, **heads, ops=TURBO.ops - {"select_blocks", "attend_blocks", "paged_window_attention"})
+    ops = Ops("cuda", case, attention_backend="shadowkv")
+    slow = {name for name in ops.called if ops.backends[name] == "reference"}
+    assert slow == STORING | {"dequantize_rows"}
+    assert not ops.synchronising and not ops.needing_lengths
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -210,7 +230,9 @@ def test_experts_are_looped_over_in_float32_alone(
         ({"dtype": torch.float16, "head_dim": 64}, ["cuda_sm90", "cuda_sm90", "cuda_sm90", "triton"]),
         ({"head_dim": 96}, ["cuda", "cuda", "triton", "triton"]),
         ({"head_dim": 256}, ["cuda", "cuda", "triton", "triton"]),
-        ({"head_dim": 264}, ["cuda_masked", "reference", "reference", "reference"]),
+        ({"head_dim": 512}, ["triton", "reference", "triton", "triton"]),
+        ({"head_dim": 512, "dtype": torch.float32}, ["reference"] * 4),
+        ({"head_dim": 520}, ["reference"] * 4),
         ({"head_dim": 84}, ["cuda_masked", "reference", "triton", "triton"]),
         ({"dtype": torch.float32}, ["cuda_masked", "reference", "triton", "triton"]),
     ],

@@ -151,9 +151,9 @@ def _multiply_basis(
     target = of_basis + place[:, None] * RANK + rank[None, :]
     tl.store(target, products.to(of_basis.dtype.element_ty), mask=there & (rank < RANK)[None, :])
     if HAS_MEAN:
-        if tl.program_id(1) == 0:
-            centre = tl.load(mean + state * mean_state + head * DIM + dim, mask=still, other=0.0).to(tl.float32)
-            tl.store(of_mean + place, tl.sum(q * centre[None, :], 1), mask=member < GROUP)
+        centre = tl.load(mean + state * mean_state + head * DIM + dim, mask=still, other=0.0).to(tl.float32)
+        # All programs of a kv head store the same numbers.
+        tl.store(of_mean + place, tl.sum(q * centre[None, :], 1), mask=member < GROUP)
 
 
 @triton.jit(
@@ -177,18 +177,7 @@ def _attend_latents(
     row, head = unit // HEADS, unit % HEADS
     member, at, pair = tl.arange(0, GROUP_BLOCK), tl.arange(0, TOKENS), tl.arange(0, PAIRS_BLOCK)
     in_pair = pair < PAIRS
-    if ABSORBED:
-        one = 2 * pair if INTERLEAVED else pair
-        other = 2 * pair + 1 if INTERLEAVED else pair + ROPE_HALF
-    elif INTERLEAVED:  # pairs that RoPE rotates, then pairs of the other dimensions
-        one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
-        other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
-    elif ROPE_HALF < HALF:
-        one = tl.where(pair < ROPE_HALF, pair, pair + ROPE_HALF)
-        other = tl.where(pair < ROPE_HALF, pair + ROPE_HALF, pair + HALF)
-    else:
-        one = pair
-        other = pair + HALF
+    one, other = _dimensions(pair, HALF, ROPE_HALF, INTERLEAVED, ABSORBED)
     of_member = asked + (unit * GROUP + member[:, None]) * DIM
     there = (member < GROUP)[:, None] & in_pair[None, :]
     q_one = tl.load(of_member + one[None, :], mask=there, other=0.0)
@@ -206,29 +195,11 @@ def _attend_latents(
         position = tl.where(lives, chunk * CHUNK + at % CHUNK, 0)
         place = position % TOKENS
         stored = latents + tl.load(key_pages + row * pages + position // TOKENS) * latent_page + place * WIDTH
-        k_one = tl.zeros((TOKENS, PAIRS_BLOCK), tl.float32)
-        k_other = tl.zeros((TOKENS, PAIRS_BLOCK), tl.float32)
-        scores = tl.zeros((GROUP_BLOCK, TOKENS), tl.float32)
-        for block in range(0, RANK, 32):
-            rank = block + tl.arange(0, 32)
-            in_rank = rank < RANK
-            wanted = lives[:, None] & in_rank[None, :]
-            x = decoded_latents(
-                stored[:, None], rank, wanted, bits + row * RANK, bit + row * RANK, RANK, WIDTH, PACKED, MIXED
-            )
-            direction = basis + state * basis_state + rank[:, None] * (HEADS * DIM) + head * DIM
-            inside = in_rank[:, None] & in_pair[None, :]
-            b_one = tl.load(direction + one[None, :], mask=inside, other=0.0)
-            b_other = tl.load(direction + other[None, :], mask=inside, other=0.0)
-            k_one = tl.dot(x.to(b_one.dtype), b_one, k_one, input_precision="ieee")
-            k_other = tl.dot(x.to(b_one.dtype), b_other, k_other, input_precision="ieee")
-            if ABSORBED:
-                absorbed = tl.load(
-                    of_basis + (unit * GROUP + member[:, None]) * RANK + rank[None, :],
-                    mask=(member < GROUP)[:, None] & in_rank[None, :], other=0.0,
-                )  # fmt: skip
-                x = tl.where(wanted, x, 0).to(absorbed.dtype)
-                scores = tl.dot(absorbed, tl.trans(x), scores, input_precision="ieee")
+        k_one, k_other, scores = _rebuild_pairs(
+            stored, lives, bits + row * RANK, bit + row * RANK, basis + state * basis_state + head * DIM,
+            of_basis + unit * GROUP * RANK, one, other, in_pair, GROUP, GROUP_BLOCK, HEADS * DIM, WIDTH, RANK,
+            PACKED, MIXED, ABSORBED,
+        )  # fmt: skip
         if HAS_MEAN:
             centre = mean + state * mean_state + head * DIM
             k_one += tl.load(centre + one, mask=in_pair, other=0.0).to(tl.float32)[None, :]
@@ -239,9 +210,8 @@ def _attend_latents(
         rope_one, rope_other = k_one * cosine - k_other * sine, k_other * cosine + k_one * sine
         scores += tl.dot(q_one, tl.trans(rope_one.to(q_one.dtype)), input_precision="ieee")
         scores += tl.dot(q_other, tl.trans(rope_other.to(q_one.dtype)), input_precision="ieee")
-        if ABSORBED:
-            if HAS_MEAN:
-                scores += tl.load(of_mean + unit * GROUP + member, mask=member < GROUP, other=0.0)[:, None]
+        if ABSORBED and HAS_MEAN:
+            scores += tl.load(of_mean + unit * GROUP + member, mask=member < GROUP, other=0.0)[:, None]
         if SAMPLED:
             weight = tl.load(log_weight + unit * chunks + number, mask=lives, other=0.0)
             scores += (weight * 1.4426950408889634)[None, :]
@@ -267,3 +237,56 @@ def _attend_latents(
         store_part(
             out, lse, target, peak, total, accs[number], GROUP, GROUP_BLOCK, VALUE_COLUMNS, number * AT_ONCE
         )  # fmt: skip
+
+
+@triton.jit
+def _dimensions(
+    pair, HALF: tl.constexpr, ROPE_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, ABSORBED: tl.constexpr
+):  # fmt: skip
+    """Returns the first and the second dimension of each pair: of those that RoPE rotates, and unless ``ABSORBED``, of
+    pairs of the other dimensions after them."""
+    if ABSORBED:
+        one = 2 * pair if INTERLEAVED else pair
+        other = 2 * pair + 1 if INTERLEAVED else pair + ROPE_HALF
+    elif INTERLEAVED:
+        one = tl.where(pair < ROPE_HALF, 2 * pair, pair + ROPE_HALF)
+        other = tl.where(pair < ROPE_HALF, 2 * pair + 1, pair + HALF)
+    elif ROPE_HALF < HALF:
+        one = tl.where(pair < ROPE_HALF, pair, pair + ROPE_HALF)
+        other = tl.where(pair < ROPE_HALF, pair + ROPE_HALF, pair + HALF)
+    else:
+        one = pair
+        other = pair + HALF
+    return one, other
+
+
+@triton.jit
+def _rebuild_pairs(
+    stored, lives, bits, bit, basis, of_basis, one, other, in_pair, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr,
+    ROW: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, PACKED: tl.constexpr, MIXED: tl.constexpr,
+    ABSORBED: tl.constexpr,
+):  # fmt: skip
+    """Rebuilds pairs of dimensions of 64 keys, without their mean. Returns the first dimensions and the second ones,
+    and, if ``ABSORBED``, the scores of the other dimensions, otherwise zeros. ``basis`` and ``of_basis`` point to the
+    rows of the kv head, which are ``ROW`` elements apart, and to its queries' products."""
+    k_one = tl.zeros((TOKENS, one.shape[0]), tl.float32)
+    k_other = tl.zeros((TOKENS, one.shape[0]), tl.float32)
+    scores = tl.zeros((GROUP_BLOCK, TOKENS), tl.float32)
+    member = tl.arange(0, GROUP_BLOCK)[:, None]
+    for block in range(0, RANK, 32):
+        rank = block + tl.arange(0, 32)
+        in_rank = rank < RANK
+        wanted = lives[:, None] & in_rank[None, :]
+        x = decoded_latents(stored[:, None], rank, wanted, bits, bit, RANK, WIDTH, PACKED, MIXED)
+        direction = basis + rank[:, None] * ROW
+        inside = in_rank[:, None] & in_pair[None, :]
+        b_one = tl.load(direction + one[None, :], mask=inside, other=0.0)
+        b_other = tl.load(direction + other[None, :], mask=inside, other=0.0)
+        k_one = tl.dot(x.to(b_one.dtype), b_one, k_one, input_precision="ieee")
+        k_other = tl.dot(x.to(b_one.dtype), b_other, k_other, input_precision="ieee")
+        if ABSORBED:
+            there = (member < GROUP) & in_rank[None, :]
+            absorbed = tl.load(of_basis + member * RANK + rank[None, :], mask=there, other=0.0)
+            x = tl.where(wanted, x, 0).to(absorbed.dtype)
+            scores = tl.dot(absorbed, tl.trans(x), scores, input_precision="ieee")
+    return k_one, k_other, scores
