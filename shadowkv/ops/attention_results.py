@@ -24,3 +24,12 @@ def result_and_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Ten
     batch, heads, dim = q.shape
     lse = q.new_empty(batch, heads, dtype=torch.float32)
     return torch.empty_like(q), lse, lse.new_empty(batch, heads, parts, dim), lse.new_empty(batch, heads, parts)
+
+
+def merge_parts(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges the attention of parts, ``out`` float32 [B, H, parts, G, d] and ``lse`` float32 [B, H, parts, G], for G
+    query heads per kv head. Returns the attention float32 [B, H, G, d] and its log-sum-exps [B, H, G]: 0 and -inf where
+    no part has tokens."""
+    total = lse.logsumexp(2)
+    weights = (lse - total.masked_fill(total == -math.inf, 0).unsqueeze(2)).exp()
+    return (out * weights.unsqueeze(-1)).sum(2), total

@@ -14,6 +14,7 @@ from shadowkv.engine.execution.cuda_graphs import _no_garbage_collection
 from shadowkv.kvcache.decode.planning import round_up
 from shadowkv.kvcache.presets import PRESETS
 from shadowkv.kvcache.sequences.sequence import CachedSequence
+from shadowkv.models.sources import config_file
 from shadowkv.ops.scaled_matmul import cuda as scaled_matmul
 
 
@@ -99,6 +100,27 @@ def test_graphs_and_eager_steps_agree_with_fp8_weights(
         exact = steps(tmp_path, kv, True, monkeypatch)
         error = (eager - exact).norm(dim=1) / exact.norm(dim=1)
         assert 0.02 < error.median() < 0.25, error  # 0.04 of each of twelve products in a row
+
+
+GEMMA4 = {
+    **json.loads(config_file("gemma-4-31b").read_text()),
+    **{"vocab_size": 512, "hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "num_global_key_value_heads": 2, "sliding_window": 512, "num_hidden_layers": 4},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+"""Gemma-4-31B's kinds of layers and sizes of heads."""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kv", ["full", "turbo"])
+def test_graphs_and_eager_steps_agree_with_heads_of_512(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
+    eager, graphs = (steps(tmp_path, kv, eager, monkeypatch) for eager in (True, False))
+    assert graphs.isfinite().all()
+    error = (eager - graphs).norm(dim=1) / eager.norm(dim=1)
+    assert error.max() < 0.05, error
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

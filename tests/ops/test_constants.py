@@ -114,9 +114,7 @@ CHECKED = [
     ("attend_blocks_sm90/attend_blocks_sm90.cu", "dim", attend_blocks.DIMS),
     ("attend_latents_sm90/binding.h", "dim", cuda_sm90.DIMS),
     ("score_blocks_sm90/score_blocks_sm90.cu", "dim", select_blocks_cuda.DIMS),
-    ("select_by_sketch/select_by_sketch.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
-    ("sign_scores/sign_scores.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
-    ("sketch_queries/sketch_queries.cu", "bytes", sketch_queries_cuda.PLANE_BYTES),
+    ("common/limits.h", "bytes", sketch_queries_cuda.PLANE_BYTES),
 ]
 """Bindings, a number of their arguments that they check, and its values that Python supports."""
 

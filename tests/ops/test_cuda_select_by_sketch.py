@@ -176,7 +176,7 @@ def poisoned_outputs(monkeypatch):
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 6, 7, 8, 9, 12, 16])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("chunk", [8, 1])
 def test_ragged_rows_select_like_the_reference(seed, group, dim, chunk):
     counts = [150, 1, 0, 104, int(torch.randint(1, 150, ()))]
@@ -290,7 +290,7 @@ def some_sampling(rows: int, most: int) -> Sampling:
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 12, 16])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("chunk", [8, 1])
 def test_ragged_rows_sample_by_their_chances(seed, group, dim, chunk):
     k = 512 // chunk

@@ -66,7 +66,7 @@ def poisoned_outputs(monkeypatch):
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
 def test_ragged_rows_score_like_the_reference(seed, group, dim):
     check(problem([7, 1, 0, 5, int(torch.randint(2, 7, ()))], 2, group, dim, columns=7))
 
@@ -77,7 +77,7 @@ def test_any_number_of_heads_and_pages(seed, heads, columns):
     check(problem([columns], heads, 3, 128, columns))
 
 
-@pytest.mark.parametrize("dim", [8, 16, 72, 80, 112, 208])
+@pytest.mark.parametrize("dim", [8, 16, 72, 80, 112, 208, 464])
 def test_head_dims_with_padded_planes(seed, dim):
     check(problem([4, 2], 2, 4, dim, columns=4))
 

@@ -67,7 +67,7 @@ def check(q: Tensor, heads: int) -> None:
     torch.testing.assert_close(made.unit, expected.unit, atol=0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dim", [8, 16, 64, 72, 80, 96, 112, 128, 200, 208, 256])
+@pytest.mark.parametrize("dim", [8, 16, 64, 72, 80, 96, 112, 128, 200, 208, 256, 464, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_head_dim_and_dtype(seed, dim, dtype):
     check(torch.randn(5, 12, dim, device="cuda").to(dtype), heads=4)
@@ -77,7 +77,7 @@ def test_every_head_dim_and_dtype(seed, dim, dtype):
     ("batch", "heads", "group"),
     [(1, 1, 1), (1, 1, 7), (1, 8, 4), (3, 5, 3), (65, 8, 4), (50, 4, 8), (3, 2, 5), (2, 3, 9), (3, 2, 12), (17, 4, 16)],
 )
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_any_number_of_queries(seed, batch, heads, group, dim):
     check(torch.randn(batch, heads * group, dim, device="cuda").bfloat16(), heads)
 

@@ -234,6 +234,16 @@ if TRITON_RUNS:
         exact = reference.packed(*doubles(*args), pack)
         assert_close_like_lowp(kernel.packed(*args, pack), exact, reference.packed(*args, pack))
 
+    @pytest.mark.parametrize("dim", [512, 320])
+    @pytest.mark.parametrize(("n", "m"), [(1, 1), (70, 70), (40, 150)])
+    def test_the_kernel_of_wide_heads(seed: str, n: int, m: int, dim: int) -> None:
+        """Of one sequence, and packed."""
+        q, k, v, pack = with_cached([n], [m - n], 2, 2, dim, torch.bfloat16 if ON_GPU else torch.float16)
+        k, v = k[:m], v[:m]
+        exact, low = reference.causal(*doubles(q, k, v)), reference.causal(q, k, v)
+        for found in (kernel.causal(q, k, v), kernel.packed(q, k, v, pack)):
+            assert_close_like_lowp(found, exact, low)
+
     def test_large_scores_do_not_overflow(seed: str) -> None:
         q, k, v, pack = packed([70, 20], 2, 1, 64)
         exact = reference.packed(*doubles(100 * q, k, v), pack)

@@ -21,7 +21,7 @@ FILES = [
     ],
     [
         *("test_dense_attention.py", "test_rebuild_rows.py", "test_triton_attend_selected.py"),
-        *("test_triton_ops.py", "test_triton_storing.py", "test_window_ops.py"),
+        *("test_triton_ops.py", "test_triton_paged_attention.py", "test_triton_storing.py", "test_window_ops.py"),
         *("test_causal_convolution.py", "test_linear_attention.py", "test_gated_delta_rule.py", "test_ssd.py"),
     ],
 ]

@@ -19,6 +19,7 @@ from shadowkv.ops.sign_scores.reference import (
     pack_sketch,
     plane_bits,
 )
+from shadowkv.ops.sketch_keys import reference as sketching
 from shadowkv.ops.sketch_queries.reference import SketchQueries
 from shadowkv.ops.sketch_queries.reference import sketch_queries as sketch
 
@@ -98,6 +99,19 @@ def test_codes_are_the_quantized_coordinates_at_their_places(seed, dim, dtype):
         estimate = factor * (levels - 1.5) @ x[place]
         torch.testing.assert_close(estimate, keys[place].float().square().sum(), rtol=0.064, atol=0)
         assert torch.equal(unpacked(signs, rest, scale, dim)[place], factor.double() * (levels - 1.5).double())
+
+
+@pytest.mark.parametrize("states", [[4, 0, 2, 2, 1], [3]], ids=str)
+def test_pages_may_be_sketched_in_any_number_of_steps(seed, monkeypatch, states):
+    keys, mean, maps = torch.randn(2, 5, 64, 3, 16), torch.randn(2, 6, 3, 16), torch.randn(2, 6, 3, 16, 16).bfloat16()
+    pages, results = torch.tensor([6, 1, 0, 4, 2]), []
+    for at_once in (10, 4, 1):
+        monkeypatch.setattr(sketching, "SKETCHED_AT_ONCE", at_once)
+        fields = [torch.full((2, 7, 3, 64, *size), 99, dtype=torch.uint8) for size in ([8], [8], [])]
+        sketching.sketch_keys(keys, mean, maps, torch.tensor(states), *fields, pages)
+        results.append(fields)
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+    assert all((field[:, [3, 5]] == 99).all() for field in results[0])
 
 
 def test_a_sketch_of_gaussian_keys_keeps_most_of_them(seed):

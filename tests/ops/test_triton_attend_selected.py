@@ -64,3 +64,39 @@ if TRITON_RUNS:
         case.values = replace(case.values, codec=ROW_CODECS["kvarn-2bit"])
         with pytest.raises(ValueError, match=r"does not know codec 'kvarn-2bit' \(15\)"):
             triton.attend_selected(*case.arguments)
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"scaling": "proportional", "proportion": 0.25},
+            {"scaling": "proportional", "proportion": 0.25, "interleaved": True},
+            {"rotary_dim": 64, "scaling": "proportional", "proportion": 0.5},
+            {"rotary_dim": 96},
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize(
+        "form",
+        [
+            {"keys": "low-rank-int4", "values": "3", "sampled": True, "chunk": 1, "rank": 72, "dim": 512, "group": 8},
+            {"keys": "low-rank", "values": "rows", "dim": 320},
+            {"keys": "low-rank-mixed", "values": "4", "rank": 44, "dim": 512},
+        ],
+        ids=str,
+    )
+    def test_of_wide_heads_only_dimensions_that_rotate_are_rebuilt(
+        form: dict[str, Any], rope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
+    ) -> None:
+        monkeypatch.setattr(attend_coded, "MIN_PAGES", 1)
+        case = Case(batch=2, heads=2, rope=rope, dtype=torch.bfloat16 if ON_GPU else torch.float32, **form)
+        wanted, arguments = case.exact(), there(case.arguments, DEVICE)
+        found = triton.attend_selected(*arguments)
+        if not ON_GPU:
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one.double(), other.double(), atol=5e-5, rtol=1e-4)
+            return
+        low = reference.attend_selected(*arguments)
+        for one, other, rounded in zip(found, wanted, low, strict=True):
+            some = other.isfinite()
+            errors = [(x.cpu().double() - other)[some].norm() for x in (one, rounded)]
+            assert errors[0] <= 2 * errors[1]

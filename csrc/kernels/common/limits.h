@@ -28,4 +28,11 @@ inline void check_reach(int64_t pages, int64_t bytes_apart, const char* name) {
       " (128 GiB)");
 }
 
+// Raises unless there are kernels for planes of a key sketch (sketch_rules.h) with so many bytes per token.
+inline void check_plane_bytes(int64_t bytes, const char* name) {
+  STD_TORCH_CHECK(
+      bytes == 8 || bytes == 16 || bytes == 32 || bytes == 64, name, " has rows of ", bytes,
+      " bytes, not 8, 16, 32 or 64");
+}
+
 } // namespace shadowkv

@@ -54,12 +54,13 @@ struct SliceLine {
   }
 };
 
-// kBytes: per token in a plane, 8, 16 or 32. kQueries: most query heads of a kv head, 4, 8 or 16. kSingle: chunks of
+// kBytes: per token in a plane, 8, 16, 32 or 64. kQueries: most query heads of a kv head, 4, 8 or 16. kSingle: chunks of
 // one token.
 template <int kBytes, int kQueries, bool kSingle>
-__global__ void __launch_bounds__(32 * kScoreWarps, kScoreBlocks<kBytes, kQueries>)
+__global__ void __launch_bounds__(32 * kScoreWarps<kBytes>, kScoreBlocks<kBytes, kQueries>)
     score_runs_kernel(const SelectBySketch p) {
-  __shared__ __align__(128) uint8_t memory[kScoreWarps * kStages * Stage<kBytes>::kSize];
+  constexpr int kWarps = kScoreWarps<kBytes>;
+  __shared__ __align__(128) uint8_t memory[kWarps * kStages * Stage<kBytes>::kSize];
   extern __shared__ uint32_t before[]; // as count_slices leaves it
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int log_chunk = kSingle ? 0 : p.log_chunk, log_run = 3 - log_chunk; // tokens of a chunk, chunks of a run
@@ -72,14 +73,14 @@ __global__ void __launch_bounds__(32 * kScoreWarps, kScoreBlocks<kBytes, kQuerie
   let_next_launch_begin();
 
   // Warps of a block begin with the same slice of several heads, which covers much the same pages.
-  unsigned number = blockIdx.x * kScoreWarps + warp;
+  unsigned number = blockIdx.x * kWarps + warp;
   Slice own = line.find(p, number);
   const RunStages<kBytes> stages(memory);
 #pragma unroll
   for (int slot = 0; slot < kStages; ++slot) stages.copy(p, own.named, own.head, own.left, slot * kBatch, slot);
 #pragma unroll 1
-  for (; number < line.all; number += kScoreWarps * gridDim.x) {
-    const Slice next = line.find(p, number + kScoreWarps * gridDim.x);
+  for (; number < line.all; number += kWarps * gridDim.x) {
+    const Slice next = line.find(p, number + kWarps * gridDim.x);
     const QueryFragments<kBytes, kQueries> queries(p, own.row);
     uint16_t* values = p.values(own.row) + (own.first << log_run) + (t * kRun + g >> log_chunk);
     const auto score_batch = [&](int first, int slot) {

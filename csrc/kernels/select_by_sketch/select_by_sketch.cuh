@@ -36,10 +36,11 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   if (const auto error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device)) return error;
   if (const auto error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
   limit -= int(sizeof(RadixShared)) + 16;
+  constexpr int kWarps = kScoreWarps<kBytes>;
   const int blocks = kScoreBlocks<kBytes, kQueries> * processors;
-  p.slice = int64_t(p.rows) * p.region.keep / kSliceRuns >= 2 * kScoreWarps * blocks ? kSliceRuns : kShortSlice;
+  p.slice = int64_t(p.rows) * p.region.keep / kSliceRuns >= 2 * kWarps * blocks ? kSliceRuns : kShortSlice;
   const int64_t slices = int64_t(p.rows) * ((p.region.keep + p.slice - 1) / p.slice);
-  const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kScoreWarps - 1) / kScoreWarps, blocks)));
+  const dim3 score_blocks(unsigned(std::min<int64_t>((slices + kWarps - 1) / kWarps, blocks)));
   const int before_bytes = int((p.rows / p.heads + 1) * sizeof(uint32_t));
   const SelectPhase find{p, LargestMemory(p.num_pages_most, p.sampled, limit)};
   const SelectPhase choose{p, LargestMemory(p.region.values / 16, p.sampled, limit)};
@@ -47,7 +48,7 @@ cudaError_t launch_select_by_sketch(SelectBySketch p, cudaStream_t stream) {
   if (const auto error = few ? launch_find<512>(find, stream) : launch_find<256>(find, stream)) return error;
   const auto score =
       p.log_chunk ? score_runs_kernel<kBytes, kQueries, false> : score_runs_kernel<kBytes, kQueries, true>;
-  if (const auto error = launch_early(score, score_blocks, dim3(32 * kScoreWarps), before_bytes, stream, p))
+  if (const auto error = launch_early(score, score_blocks, dim3(32 * kWarps), before_bytes, stream, p))
     return error;
   return few ? launch_choose<512>(choose, stream) : launch_choose<256>(choose, stream);
 }
@@ -59,11 +60,12 @@ cudaError_t launch_select_by_sketch(const SelectBySketch& p, cudaStream_t stream
                        : launch_select_by_sketch<kBytes, 4>(p, stream);
 }
 
-// By bytes of a token in a plane: 8, 16 or 32.
+// By bytes of a token in a plane: 8, 16, 32 or 64.
 inline cudaError_t launch_select_by_sketch(const SelectBySketch& p, int64_t bytes, cudaStream_t stream) {
   return bytes == 8    ? launch_select_by_sketch<8>(p, stream)
          : bytes == 16 ? launch_select_by_sketch<16>(p, stream)
-                       : launch_select_by_sketch<32>(p, stream);
+         : bytes == 32 ? launch_select_by_sketch<32>(p, stream)
+                       : launch_select_by_sketch<64>(p, stream);
 }
 
 } // namespace shadowkv

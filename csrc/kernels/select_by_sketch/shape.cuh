@@ -8,10 +8,13 @@ namespace shadowkv {
 
 constexpr int kBatch = 4;       // runs that a warp scores at once
 constexpr int kStages = 2;      // batches that a warp copies ahead
-constexpr int kScoreWarps = 8;  // per block that scores
 constexpr int kSliceRuns = 32;  // that a warp scores at a time, a lane holds the page id of each;
 constexpr int kShortSlice = 8;  // this many if there are few
 static_assert(kSliceRuns % (kStages * kBatch) == 0 && kShortSlice % (kStages * kBatch) == 0, "slices of whole rounds");
+
+// Warps of a block that scores. Eight with 64 bytes per token would need more shared memory than a block has by default.
+template <int kBytes>
+constexpr int kScoreWarps = kBytes == 64 ? 4 : 8;
 
 // Blocks that score on a multiprocessor: as many as have registers enough.
 template <int kBytes, int kQueries>

@@ -24,7 +24,7 @@ __device__ __forceinline__ uint16_t finite_half(float x) {
 // Does nothing, but prevents the compiler from recomputing x and y.
 __device__ __forceinline__ void keep_in_registers(uint32_t& x, uint32_t& y) { asm volatile("" : "+r"(x), "+r"(y)); }
 
-// Tokens of a plane are 16 bytes apart; with 32 bytes, the second halves follow all the first.
+// Tokens of a plane are 16 bytes apart; with more bytes, the second 16 of all tokens follow all the first, and so on.
 template <int kBytes>
 __device__ __forceinline__ void copy_token(uint32_t to, const uint8_t* from) {
   if constexpr (kBytes == 8) {

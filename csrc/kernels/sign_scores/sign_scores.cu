@@ -11,7 +11,7 @@ void sign_scores(
   STD_TORCH_CHECK(signs.dim() == 4, "signs has ", signs.dim(), " dimensions, not 4");
   const int64_t batch = planes.size(0), query_heads = planes.size(1), columns = pages.size(1);
   const int64_t heads = signs.size(1), bytes = signs.size(3), group = heads ? query_heads / heads : 0;
-  STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "signs has rows of ", bytes, " bytes, not 8, 16 or 32");
+  check_plane_bytes(bytes, "signs");
   STD_TORCH_CHECK(
       group > 0 && group <= kMostQueries && group * heads == query_heads, query_heads, " query heads for ", heads,
       " kv heads");

@@ -51,7 +51,7 @@ struct SignStage {
   static constexpr int kPages = 4;
   static constexpr int kToken = 4 * kWords, kRun = 8 * kToken, kPageBytes = kPage * kToken, kScaleBytes = kPage;
   static constexpr int kBytes = kPages * (kPageBytes + kScaleBytes);
-  static constexpr int kCount = kWords == 8 ? 2 : 3; // stages of a warp
+  static constexpr int kCount = kWords >= 8 ? 2 : 3; // stages of a warp
 
   static __device__ __forceinline__ int swizzle(int run) { return kWords == 2 ? run / 2 : run; }
 
@@ -84,12 +84,14 @@ __device__ __forceinline__ void count_bits(int32_t (&c)[4], uint32_t a0, uint32_
       : "r"(a0), "r"(a1), "r"(b), "r"(0));
 }
 
-// The same for 256 bits; a2: (g, t + 4) a3: (g + 8, t + 4); b1: (t + 4, g).
-__device__ __forceinline__ void count_bits(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+// The same for 256 bits, added to `before`; a2: (g, t + 4) a3: (g + 8, t + 4); b1: (t + 4, g).
+__device__ __forceinline__ void count_bits(
+    int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const int32_t (&before)[4]) {
   asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%10,%10,%10,%10};"
+      "{%10,%11,%12,%13};"
       : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(before[0]), "r"(before[1]), "r"(before[2]),
+        "r"(before[3]));
 }
 
 // A warp's copies of its head's signs and scales for a block's pages, to stages that it uses in turn.
@@ -139,7 +141,8 @@ struct SignCopies {
 template <int kWords, int kSets>
 struct SignQueries {
   using Stage = SignStage<kWords>;
-  static constexpr int kFaces = kWords == 4 ? 1 : 2; // words of a plane in a lane
+  static constexpr int kFaces = kWords == 2 ? 2 : kWords / 4; // words of a plane in a lane
+  static constexpr int kSpans = kWords > 8 ? kWords / 8 : 1;  // of up to 256 bits, each one multiplication
   uint32_t b[kSets][kQueryPlanes / 2][kFaces];
   float minus_sum[kSets], unit[kSets]; // of query t of a set
   int place;                           // in a page, of the first piece whose address the lane gives to ldmatrix
@@ -161,22 +164,25 @@ struct SignQueries {
       minus_sum[s] = float(-p.sum[own]) * kFactor, unit[s] = p.unit[own] * (16 / kFactor);
     }
     const int matrix = lane / 8, run = lane % 8;
-    const int piece = kWords == 2 ? matrix : kWords == 4 ? matrix / 2 + matrix % 2 * 4 : matrix / 2 + matrix % 2 * 8;
+    const int piece = kWords == 2 ? matrix : matrix / 2 + matrix % 2 * kWords;
     place = run * Stage::kRun + (piece ^ Stage::swizzle(run) % (Stage::kRun / 16)) * 16;
   }
 
   // Scores of the i-th pair of tokens of a run with the lane's query of set s. `words`: the run from load_matrices.
-  __device__ __forceinline__ void score_two(float (&score)[2], const uint32_t (&words)[4], int i, int s) const {
+  __device__ __forceinline__ void
+  score_two(float (&score)[2], const uint32_t (&words)[kSpans][4], int i, int s) const {
     score[0] = score[1] = minus_sum[s];
 #pragma unroll
     for (int m = 0; m < kQueryPlanes / 2; ++m) {
-      int32_t counts[4];
-      if constexpr (kWords == 8)
-        count_bits(counts, words, b[s][m]);
+      int32_t counts[4] = {};
+      if constexpr (kWords >= 8)
+#pragma unroll
+        for (int span = 0; span < kSpans; ++span)
+          count_bits(counts, words[span], b[s][m][2 * span], b[s][m][2 * span + 1], counts);
       else if constexpr (kWords == 4)
-        count_bits(counts, words[i % 2 * 2], words[i % 2 * 2 + 1], b[s][m][0]);
+        count_bits(counts, words[0][i % 2 * 2], words[0][i % 2 * 2 + 1], b[s][m][0]);
       else
-        count_bits(counts, words[i / 2 * 2], words[i / 2 * 2 + 1], b[s][m][i % 2]);
+        count_bits(counts, words[0][i / 2 * 2], words[0][i / 2 * 2 + 1], b[s][m][i % 2]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         score[e / 2] = fmaf(__int_as_float(counts[e]), plane_weight(2 * m + e % 2), score[e / 2]);
@@ -192,10 +198,13 @@ struct SignQueries {
     float top[kSets];
 #pragma unroll
     for (int s = 0; s < kSets; ++s) top[s] = -FLT_MAX;
-    uint32_t words[4];
+    uint32_t words[kSpans][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) { // two tokens each
-      if (kWords == 8 || (kWords == 4 && i % 2 == 0) || i == 0) load_matrices(words, from + (place ^ i * 4 * kWords));
+      if (kWords >= 8 || (kWords == 4 && i % 2 == 0) || i == 0)
+#pragma unroll
+        for (int span = 0; span < kSpans; ++span)
+          load_matrices(words[span], from + (place ^ (i * 4 * kWords + span * 32)));
       const int token = kWords == 2 ? i / 2 * 4 + i % 2 : i, other = token + (kWords == 2 ? 2 : 4);
 #pragma unroll
       for (int s = 0; s < kSets; ++s) {
@@ -224,7 +233,7 @@ __device__ __forceinline__ __half largest_of_quad(uint32_t low, uint32_t high, i
 
 // A warp serves one kv head, a block all heads (or 8 of them, or as many as fit) of some neighbouring pages of one row.
 template <int kWords, int kSets>
-__global__ void __launch_bounds__(32 * kMostWarps, kWords == 8 || (kWords == 2 && kSets == 4) ? 1 : 2)
+__global__ void __launch_bounds__(32 * kMostWarps, kWords >= 8 || (kWords == 2 && kSets == 4) ? 1 : 2)
     sign_scores_kernel(const SignScores p) {
   using Stage = SignStage<kWords>;
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
@@ -294,11 +303,12 @@ cudaError_t launch_sign_scores(const SignScores& p, cudaStream_t stream) {
   }
 }
 
-// By bytes of a key's signs: 8, 16 or 32.
+// By bytes of a key's signs: 8, 16, 32 or 64.
 inline cudaError_t launch_sign_scores(const SignScores& p, int64_t bytes, cudaStream_t stream) {
   if (bytes == 8) return launch_sign_scores<2>(p, stream);
   if (bytes == 16) return launch_sign_scores<4>(p, stream);
-  return launch_sign_scores<8>(p, stream);
+  if (bytes == 32) return launch_sign_scores<8>(p, stream);
+  return launch_sign_scores<16>(p, stream);
 }
 
 } // namespace shadowkv

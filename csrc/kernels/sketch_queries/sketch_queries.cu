@@ -18,7 +18,7 @@ void sketch_queries(
   check_dense(states, "states", Dtype::Long, {batch});
   check_dense(whole, "whole", Dtype::Char, {batch, query_heads, 8, -1});
   const int64_t bytes = whole.size(3);
-  STD_TORCH_CHECK(bytes == 8 || bytes == 16 || bytes == 32, "whole has rows of ", bytes, " bytes, not 8, 16 or 32");
+  check_plane_bytes(bytes, "whole");
   STD_TORCH_CHECK(dim % 8 == 0 && dim <= 8 * bytes, "a head dim of ", dim, " does not suit rows of ", bytes);
   check_dense(planes, "planes", Dtype::Byte, {batch, query_heads, kQueryPlanes, bytes});
   check_aligned(address(whole), "whole", 4);

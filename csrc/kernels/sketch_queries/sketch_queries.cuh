@@ -1,7 +1,7 @@
 // Queries for the kernels that search a key sketch: mapped, divided by their original length, as 8-bit whole numbers in
 // bytes, and as 4-bit numbers in bit planes. A block computes up to eight queries of one row and kv head, which share a
 // map; the map's bytes, 32 KiB at head dim 128, are in flight while the previous launch is still running. More than eight
-// are halves, of two blocks: the second takes the map from the L2 cache.
+// are halves, of two blocks: the second takes the map from the L2 cache. Of more than 256 dimensions a block has four.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint2 load_four(const __nv_bfloat16* p, int at, int e
 // Floats of a block's shared memory: queries by dimension, so that a lane reads all of them at once, and sums.
 template <int kWords, int kQueries>
 struct QueryMemory {
-  static constexpr int kParts = kWords == 8 ? 2 : 1;
+  static constexpr int kParts = kWords > 4 ? kWords / 4 : 1;
   static int bytes(int dim) { return 4 * (dim * kQueries + kQueries * kQueries * kParts * 32 * 4); }
 };
 
@@ -123,13 +123,13 @@ write_query(const SketchQueries& p, int query, const float4 (&own)[kParts], floa
 }
 
 // q M by kQueries warps, first with a share of the rows of M each, then with one query each. Lane 8 w + j has word w of
-// row j, four dimensions; with 8 words, also word w + 4. Blocks are small so that all rows and heads of a large batch
+// row j, four dimensions; with more than 4 words, also words w + 4… Blocks are small so that all rows and heads of a large batch
 // run at once.
 template <typename T, int kWords, int kQueries>
-__global__ void __launch_bounds__(32 * kQueries, kWords == 8 || kQueries == 8 ? 2 : 6)
+__global__ void __launch_bounds__(32 * kQueries, kWords >= 8 || kQueries == 8 ? 2 : 6)
     sketch_queries_kernel(const SketchQueries p) {
   constexpr int kParts = QueryMemory<kWords, kQueries>::kParts;
-  constexpr int kRows = kParts == 1 ? 16 : 4; // of M, in flight together
+  constexpr int kRows = kParts == 1 ? 16 : kParts == 2 ? 4 : 8; // of M, in flight together
   const int lane = threadIdx.x, warp = threadIdx.y, bytes = p.dim / 8, rows = p.dim / kQueries;
   const int row = blockIdx.x / p.heads, head = blockIdx.x % p.heads;
   const int before = blockIdx.y * p.share, first = blockIdx.x * p.group + before; // queries of the group, of all
@@ -203,17 +203,21 @@ cudaError_t launch_sketch_queries(const SketchQueries& p, cudaStream_t stream) {
 
 template <typename T, int kWords>
 cudaError_t launch_sketch_queries(SketchQueries p, cudaStream_t stream) {
-  const int blocks = (p.group + 7) / 8;
+  // Eight queries of 512 dimensions would take 144 KiB of shared memory.
+  constexpr int kMost = kWords == 16 ? 4 : 8;
+  const int blocks = (p.group + kMost - 1) / kMost;
   p.share = (p.group + blocks - 1) / blocks;
-  return p.share > 4 ? launch_sketch_queries<T, kWords, 8>(p, stream) : launch_sketch_queries<T, kWords, 4>(p, stream);
+  return p.share > 4 ? launch_sketch_queries<T, kWords, kMost>(p, stream)
+                     : launch_sketch_queries<T, kWords, 4>(p, stream);
 }
 
-// By bytes of a row: 8, 16 or 32.
+// By bytes of a row: 8, 16, 32 or 64.
 template <typename T>
 cudaError_t launch_sketch_queries(const SketchQueries& p, int64_t bytes, cudaStream_t stream) {
   if (bytes == 8) return launch_sketch_queries<T, 2>(p, stream);
   if (bytes == 16) return launch_sketch_queries<T, 4>(p, stream);
-  return launch_sketch_queries<T, 8>(p, stream);
+  if (bytes == 32) return launch_sketch_queries<T, 8>(p, stream);
+  return launch_sketch_queries<T, 16>(p, stream);
 }
 
 } // namespace shadowkv

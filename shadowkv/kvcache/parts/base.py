@@ -188,7 +188,7 @@ class StoredPart(Part, ABC):
 
     diagnostics: ClassVar[tuple[str, ...]] = ()
     weights: ClassVar[tuple[str, ...]] = ()
-    captures_observe: ClassVar[bool] = False
+    captures_observe: bool = False
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec

@@ -26,6 +26,7 @@ from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
+from shadowkv.ops.whiten_rows.cuda import LARGEST
 from shadowkv.settings import Check, setting
 
 ISOTROPIC = 0.85
@@ -38,7 +39,10 @@ attention, on RULER prompts of 16K and 32K tokens. They miss 2 % with the identi
 class KeySketch(IndexPart):
     """Base class of ``Sketch`` and ``SignSketch``: stores the sketches of keys."""
 
-    captures_observe = True
+    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
+        super().__init__(spec, shape, dtype)
+        # Larger matrices have no kernel of whiten_rows. A library factors them, which was not tried in a graph.
+        self.captures_observe = shape.head_dim <= LARGEST
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:

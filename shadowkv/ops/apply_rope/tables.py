@@ -56,6 +56,12 @@ class RopeConfig:
         """Dimensions that rotate."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
+    @property
+    def rotating_pairs(self) -> int:
+        """Number of leading pairs of dimensions that rotate. Other pairs have frequency 0."""
+        share = self.proportion if self.scaling == "proportional" else 1.0
+        return int(share * self.dim // 2)
+
     def inverse_frequencies(self) -> Tensor:
         """Radians per position, float64 [dim / 2]."""
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
@@ -73,7 +79,7 @@ class RopeConfig:
                 raise ValueError(f"longrope needs {self.dim // 2} factors, got {len(self.factors)}")
             return inverse / torch.tensor(self.factors, dtype=torch.float64)
         if self.scaling == "proportional":
-            rotating = torch.arange(len(inverse)) < int(self.proportion * self.dim // 2)
+            rotating = torch.arange(len(inverse)) < self.rotating_pairs
             return inverse * rotating / self.factor
         known = "none, linear, llama3, yarn, longrope, proportional"
         raise ValueError(f"rope scaling {self.scaling!r} is not one of {known}")

@@ -194,11 +194,24 @@ def _attend_coded(
 def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.constexpr):
     """Adds 64 tokens to an online softmax. Returns the largest scores, the sums of weights and the sums of weighted
     values. Scores are base-2 exponents, -inf for tokens that are not attended to."""
+    peak, total, faded, weights = weighed_tokens(scores, peak, total)
+    return peak, total, add_values(q, weights, faded, lives, values, scale, acc, SCALED)
+
+
+@triton.jit
+def weighed_tokens(scores, peak, total):
+    """Adds scores to an online softmax, as ``add_tokens``. Returns the largest scores, the sums of weights, the factors
+    by which earlier sums fade, and the weights."""
     most = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(most == float("-inf"), 0.0, most)
     weights = tl.exp2(scores - base[:, None])
     faded = tl.exp2(peak - base)
-    total = total * faded + tl.sum(weights, 1)
+    return most, total * faded + tl.sum(weights, 1), faded, weights
+
+
+@triton.jit
+def add_values(q, weights, faded, lives, values, scale, acc, SCALED: tl.constexpr):
+    """Adds values of 64 tokens to sums, with the results of ``weighed_tokens``. Returns the sums."""
     values = tl.where(lives[:, None], values, 0.0)
     if SCALED:
         scale = tl.where(lives, scale, 0.0)
@@ -210,15 +223,17 @@ def add_tokens(q, scores, lives, values, scale, peak, total, acc, SCALED: tl.con
         weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee") * largest
     else:
         weighed = tl.dot(weights.to(q.dtype), values.to(q.dtype), input_precision="ieee")
-    return most, total, acc * faded[:, None] + weighed
+    return acc * faded[:, None] + weighed
 
 
 @triton.jit
 def store_part(
-    out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Stores the result of one part for all query heads, from row ``target`` of ``out`` and ``lse`` on."""
-    member, column = tl.arange(0, GROUP_BLOCK), tl.arange(0, COLUMNS)
+    out, lse, target, peak, total, acc, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Stores the result of one part for all query heads, from row ``target`` of ``out`` and ``lse`` on: all columns, or
+    those from ``FIRST`` on that ``acc`` has."""
+    member, column = tl.arange(0, GROUP_BLOCK), FIRST + tl.arange(0, acc.shape[1])
     alive = member < GROUP
     found = total != 0  # NaN must propagate
     acc = acc / tl.where(found, total, 1.0)[:, None]

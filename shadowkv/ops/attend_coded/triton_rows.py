@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shadowkv.ops.attend_selected.sources import CodedRows, DenseRows
+from shadowkv.ops.attention_results import merge_parts
 from shadowkv.ops.codec import LANES, CodecId
 from shadowkv.ops.triton_sizes import TOKENS, dot_size
 
@@ -112,10 +113,8 @@ class StoredForm:
     def merged(self, out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Merges the attention of parts, ``out`` [B, H, parts, G, columns] and ``lse`` [B, H, parts, G], for G query
         heads per kv head. Returns the attention [B, H * G, d] and its log-sum-exps [B, H * G]."""
-        total = lse.logsumexp(2)
-        weights = (lse - total.masked_fill(total == -torch.inf, 0).unsqueeze(2)).exp()
-        joined = self._restored((out * weights.unsqueeze(-1)).sum(2))
-        return joined.flatten(1, 2).to(dtype), total.flatten(1, 2)
+        joined, total = merge_parts(out, lse)
+        return self._restored(joined).flatten(1, 2).to(dtype), total.flatten(1, 2)
 
     def _restored(self, out: Tensor) -> Tensor:
         """Converts sums of stored rows [B, H, G, columns] to [B, H, G, d]: orders, scales and rotates them back."""
@@ -149,10 +148,14 @@ def _halves_order(dim: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def decoded_rows(
-    page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr
-):
+    page, scales, table, head, token, FORMAT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0, SOME: tl.constexpr = 0,
+):  # fmt: skip
     """Decodes 64 tokens of one head to rows [64, COLUMNS]: dense rows, or values of codes in the order of the stored
     bytes. The rows are not yet multiplied by the tokens' scales.
+
+    ``SOME`` is the number of columns to decode, from ``FIRST`` on, or 0 for all. Both are multiples of 64. The
+    ``blocks`` and ``steps`` formats are only decoded whole.
 
     Args:
         page: pointer to the start of a page, with all its heads. It is a single pointer, or [64, 1] if each token
@@ -162,19 +165,20 @@ def decoded_rows(
         table: pointer to the table of this row of the batch.
         token: int32 [64], each token's place in its page.
     """
+    WIDTH: tl.constexpr = COLUMNS if SOME == 0 else SOME
     if FORMAT == "dense":
-        column = tl.arange(0, COLUMNS)[None, :]
+        column = FIRST + tl.arange(0, WIDTH)[None, :]
         return _loaded(page + head * (TOKENS * DIM) + token[:, None] * DIM, column, DIM, COLUMNS)
     elif FORMAT == "vectors":
-        byte, entry = tl.arange(0, COLUMNS // 4)[None, :], tl.arange(0, 4)[None, None, :]
+        byte, entry = FIRST // 4 + tl.arange(0, WIDTH // 4)[None, :], tl.arange(0, 4)[None, None, :]
         row = page + head * (TOKENS * DIM // 4) + token[:, None] * (DIM // 4)
         vector = _loaded(row, byte, DIM // 4, COLUMNS // 4).to(tl.int32)[:, :, None]
-        return tl.reshape(tl.load(table + vector * 4 + entry), (TOKENS, COLUMNS))
+        return tl.reshape(tl.load(table + vector * 4 + entry), (TOKENS, WIDTH))
     elif FORMAT == "blocks":
         return _decoded_blocks(page, table, head, token, DIM, COLUMNS)
     elif FORMAT == "planes" or FORMAT == "selectors":
         row = page + head * (TOKENS * DIM * 3 // 8) + token[:, None] * (DIM * 3 // 8)
-        byte, place = tl.arange(0, COLUMNS // 8)[None, :], tl.arange(0, 8)[None, None, :]
+        byte, place = FIRST // 8 + tl.arange(0, WIDTH // 8)[None, :], tl.arange(0, 8)[None, None, :]
         LANE_BYTES: tl.constexpr = DIM // 64  # bytes in the plane of upper bits; the other plane has twice as many
         at = byte // LANE_BYTES * (2 * LANE_BYTES) + 2 * (byte % LANE_BYTES)
         first = _loaded(row, at, DIM // 4, COLUMNS // 4).to(tl.int32)
@@ -189,13 +193,13 @@ def decoded_rows(
         else:
             plane = _loaded(upper, byte, DIM // 8, COLUMNS // 8).to(tl.int32)[:, :, None]
             codes = lower | (((plane >> place) & 1) << 2)
-        return tl.load(table + tl.reshape(codes, (TOKENS, COLUMNS)))
+        return tl.load(table + tl.reshape(codes, (TOKENS, WIDTH)))
     else:
         PLACES: tl.constexpr = 8 // BITS
-        byte, place = tl.arange(0, COLUMNS // PLACES)[None, :], tl.arange(0, PLACES)[None, None, :]
+        byte, place = FIRST // PLACES + tl.arange(0, WIDTH // PLACES)[None, :], tl.arange(0, PLACES)[None, None, :]
         row = page + head * (TOKENS * DIM // PLACES) + token[:, None] * (DIM // PLACES)
         packed = _loaded(row, byte, DIM // PLACES, COLUMNS // PLACES).to(tl.int32)[:, :, None]
-        codes = tl.reshape((packed >> (place * BITS)) & ((1 << BITS) - 1), (TOKENS, COLUMNS))
+        codes = tl.reshape((packed >> (place * BITS)) & ((1 << BITS) - 1), (TOKENS, WIDTH))
         if FORMAT == "codes":
             return tl.load(table + codes)
         else:

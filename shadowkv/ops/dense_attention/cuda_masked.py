@@ -6,9 +6,16 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from shadowkv.ops.case import Case, unless
 from shadowkv.ops.extension import gpu_missing
 
 missing = gpu_missing
+
+
+def supports(case: Case) -> list[str]:
+    """Why this backend cannot serve a case."""
+    scores = f"with head dim {case.head_dim}, PyTorch holds the scores of all queries and keys in memory"
+    return unless(case.head_dim <= 256, scores)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

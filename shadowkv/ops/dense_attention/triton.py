@@ -12,27 +12,42 @@ from torch import Tensor
 
 from shadowkv.ops.case import Case, unless
 from shadowkv.ops.dense_attention.forms import Packed
-from shadowkv.ops.triton_sizes import dot_size
+from shadowkv.ops.triton_sizes import LARGEST_HEAD, dot_size
+
+WIDE_BYTES = 131072
+"""Bytes of shared memory of a thread block for heads of 512 dimensions, as compiled for compute capability 9.0."""
 
 
 def supports(case: Case) -> list[str]:
     """Why this kernel cannot serve a case."""
-    return unless(case.head_dim <= 256, f"head dim {case.head_dim} is above 256")
+    if case.head_dim <= LARGEST_HEAD:
+        return []
+    memory = f"a block needs {WIDE_BYTES} bytes of shared memory, and can have {case.block_memory}"
+    return [
+        *unless(case.head_dim <= 512, f"head dim {case.head_dim} is above 512"),
+        *unless(case.dtype != torch.float32, f"{case.dtype} is not of 16 bits"),
+        *unless(case.block_memory >= WIDE_BYTES, memory),
+    ]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Same as the reference, for head dims up to 512. Can be captured in a CUDA graph."""
+    return _launch(q, k, v, None, None, None)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, pack: Packed) -> Tensor:
-    """Same as the reference, for head dims up to 256. Can be captured in a CUDA graph."""
+    """Same as the reference, for head dims up to 512. Can be captured in a CUDA graph."""
     return _launch(q, k, v, None, None, pack)
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """Same as the reference, for head dims up to 256. Keys that are before the windows of all queries of a tile are not
+    """Same as the reference, for head dims up to 512. Keys that are before the windows of all queries of a tile are not
     read. Can be captured in a CUDA graph."""
     return _launch(q, k, v, window, sinks, pack)
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None, pack: Packed | None) -> Tensor:
-    """As ``packed`` if ``window`` is None, otherwise as ``windowed``."""
+    """As ``windowed``, or if ``window`` is None, as ``packed``, or as ``causal`` if ``pack`` is None, too."""
     cu_seqlens, cu_seqlens_k = (None, None) if pack is None else (pack.cu_seqlens, pack.cu_seqlens_k)
     (tokens, heads, dim), count = q.shape, 1 if cu_seqlens is None else len(cu_seqlens) - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -40,7 +55,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor |
         return out
     block = dot_size(dim)
     narrow = block * q.element_size() <= 256
-    rows, keys = (128, 64) if narrow else (64, 32)
+    wide = block > LARGEST_HEAD
+    rows, keys = (128, 64) if narrow else (64, 16) if wide else (64, 32)
     # Each sequence starts with a new tile, even if the previous sequence's last tile is not full.
     _attend[(tokens // rows + count, heads)](
         q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, sinks, out,
@@ -48,7 +64,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor |
         count, tokens, len(k) - tokens, window or 0, 1 / (math.sqrt(dim) * math.log(2)),
         GROUP=heads // k.shape[1], HEADS=heads, DIM=dim, DIM_BLOCK=block, PACKED=cu_seqlens is not None,
         WINDOWED=window is not None, SINKS=sinks is not None,
-        ROWS=rows, KEYS=keys, num_warps=8 if narrow and block >= 128 else 4, num_stages=2 if narrow else 1,
+        ROWS=rows, KEYS=keys, num_warps=8 if (narrow and block >= 128) or wide else 4,
+        num_stages=2 if narrow or wide else 1,
     )  # fmt: skip
     return out
 

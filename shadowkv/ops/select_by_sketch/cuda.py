@@ -59,7 +59,8 @@ def select_by_sketch(
 ) -> tuple[Tensor, Tensor | None]:
     """Same as the reference. Scores are compared in float16.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head.
+    The head dim is a multiple of 8 up to 128, from 200 to 256, or from 456 to 512, with up to 16 query heads per kv
+    head.
     """
     (batch, columns), heads, device = pages.shape, signs.shape[1], signs.device
     if not columns:

@@ -34,9 +34,9 @@ def block_pages(batch: int, columns: int) -> int:
 def sign_scores(queries: SketchQueries, signs: Tensor, scale: Tensor, pages: Tensor, num_pages: Tensor) -> Tensor:
     """Same as the reference, bit for bit.
 
-    The head dim is a multiple of 8 up to 128, or from 200 to 256, with up to 16 query heads per kv head. Page ids from
-    ``num_pages`` on are not read. The kernel starts to copy pages while the previous kernel on the stream is still
-    running. That previous kernel may write ``queries``, but none of the other arguments.
+    The head dim is a multiple of 8 up to 128, from 200 to 256, or from 456 to 512, with up to 16 query heads per kv
+    head. Page ids from ``num_pages`` on are not read. The kernel starts to copy pages while the previous kernel on the
+    stream is still running. That previous kernel may write ``queries``, but none of the other arguments.
 
     63 rows of 61440 tokens with head dim 128 and 8 kv heads of 4 query heads take 134 us on an H200, including
     ``sketch_queries``. This is 4.2 TB/s.

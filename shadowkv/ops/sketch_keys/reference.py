@@ -6,6 +6,9 @@ from torch import Tensor
 
 from shadowkv.ops.sign_scores.reference import pack_sketch
 
+SKETCHED_AT_ONCE = 128
+"""Pages, summed over layers, that are sketched at a time, to limit the memory of float32 copies of keys and maps."""
+
 
 def sketch_keys(
     keys: Tensor,
@@ -29,6 +32,10 @@ def sketch_keys(
         scale: uint8 [L, N, H, 64]. Written.
         pages: int64 [n], page ids, at which sketches are written.
     """
-    centred = (keys - mean[:, states].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
-    for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, states].float()), strict=True):
-        field[:, pages] = packed
+    step = max(1, SKETCHED_AT_ONCE // max(1, len(keys)))
+    for start in range(0, len(pages), step):
+        some = slice(start, start + step)
+        own = states if len(states) == 1 else states[some]
+        centred = (keys[:, some] - mean[:, own].unsqueeze(2)).transpose(2, 3)  # [L, n, H, 64, d]
+        for field, packed in zip((signs, rest, scale), pack_sketch(centred @ maps[:, own].float()), strict=True):
+            field[:, pages[some]] = packed
