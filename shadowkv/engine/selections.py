@@ -23,7 +23,6 @@ from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.inspection import coded_scores, exact_scores, selected_scores
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
-from shadowkv.kvcache.memory.streams import download
 from shadowkv.kvcache.parts.base import Selection
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.kvcache.sequences.group_layout import GroupLayout
@@ -93,9 +92,10 @@ class SelectionRecord:
         self._cache.selection_hook, self._cache.query_hook = self._before
         if error is not None:
             return
-        weights = self._weights()
-        self._found = download(weights)
-        if weights.is_cuda:
+        self._found = self._weights()
+        if self._found.is_cuda:
+            landing = torch.empty(self._found.shape, pin_memory=True)
+            self._found = landing.copy_(self._found, non_blocking=True)
             self._ended = torch.cuda.Event()
             self._ended.record()
 

@@ -203,21 +203,21 @@ def test_a_step_without_memory_can_be_computed_again(
     engine, text = hybrid(speculative_config=SUFFIX), prompt(1, 200)
     cache, runner = engine.cache, engine.runner
     last = [one for layer in runner.layers if (one := layer.linear_attention) is not None][-1]
-    steps = [([5, 7, 8, 9, 6, 10], [4, 2], [2, 1]), ([11, 13, 12, 14, 15], [2, 3], [2, 1]), ([16, 17], None, [1, 1])]
+    steps = [([5, 6], [[7, 8, 9], [10]], [2, 1]), ([11, 12], [[13], [14, 15]], [2, 1]), ([16, 17], [], [1, 1])]
     found = list[list[torch.Tensor]]()
     for disturbed in (False, True):
         sequences, logits = [cache.allocate(len(text), 400) for _ in range(2)], []
         for _ in runner.prefill([(sequence, text) for sequence in sequences]):
             pass
-        for new, of_each, kept in steps:
+        for newest, drafts, kept in steps:
             lengths = [sequence.length for sequence in sequences]
             if disturbed:
                 with pytest.MonkeyPatch.context() as patch:
                     failing(patch, GatedDeltaNet, "_round", lambda self, *_: self is last, after)
                     with pytest.raises(torch.OutOfMemoryError):
-                        runner.decode(sequences, new, None, None, (), of_each)
+                        runner.decode(sequences, newest, None, None, (), drafts)
             assert [sequence.length for sequence in sequences] == lengths
-            logits.append(runner.decode(sequences, new, None, None, (), of_each))
+            logits.append(runner.decode(sequences, newest, None, None, (), drafts))
             for sequence, length, count in zip(sequences, lengths, kept, strict=True):
                 cache.truncate(sequence, length + count)
         found.append(logits)

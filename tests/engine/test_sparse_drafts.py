@@ -23,7 +23,6 @@ from tiny_llama import write_config
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.speculation.gate import Account
-from shadowkv.engine.speculation.speculation import Drafts
 from shadowkv.models.loader import LoadedModel
 from shadowkv.wording import SettingsError
 
@@ -166,53 +165,6 @@ def test_a_draft_step_without_memory_costs_the_draft_alone(make: Any, monkeypatc
         one.add_request("a", prompt(1, 450), PLAIN)
     assert tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
     assert len(failed) == 3 and min(counts(engine)) > 0
-
-
-@pytest.mark.usefixtures("opened")
-def test_a_step_that_verifies_without_memory_runs_without_the_draft(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, wanted, failed = make(kv=NARROW), make(kv="full"), []
-    decode = engine.runner.decode
-
-    def failing(*given: Any) -> Any:
-        if len(given) == 6 and len(failed) < 3:  # with numbers of rows
-            failed.append(given)
-            raise torch.OutOfMemoryError("no memory")
-        return decode(*given)
-
-    monkeypatch.setattr(engine.runner, "decode", failing)
-    for one in (engine, wanted):
-        one.add_request("a", prompt(1, 450), PLAIN)
-    assert tokens(drain(engine)["a"]) == tokens(drain(wanted)["a"])
-    assert len(failed) == 3 and min(counts(engine)) > 0
-
-
-@pytest.mark.usefixtures("opened")
-def test_a_draft_is_read_behind_the_launch_of_the_step_that_verifies_it(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So a GPU does not wait for the host between the two."""
-    engine, order = make(kv=WIDE), list[str]()
-    drafting, decode = engine.decode_steps.speculation, engine.runner.decode
-    drafted = drafting.drafts
-
-    def spy(*given: Any) -> Any:
-        order.append("draft" if given[-1] is True else "step")
-        return decode(*given)
-
-    def read(drafts: Drafts) -> list[list[int]]:
-        order.append("read")
-        return drafts.read()
-
-    def drafts(*given: Any) -> Drafts | None:
-        made = drafted(*given)
-        return None if made is None else replace(made, read=partial(read, made))
-
-    monkeypatch.setattr(engine.runner, "decode", spy)
-    monkeypatch.setattr(drafting, "drafts", drafts)
-    engine.add_request("a", prompt(1, 450), replace(PLAIN, max_tokens=30))
-    drain(engine)
-    reads = [place for place, what in enumerate(order) if what == "read"]
-    assert len(reads) > 3 and all(order[place - 2 : place] == ["draft", "step"] for place in reads)
 
 
 @pytest.mark.usefixtures("opened")

@@ -55,7 +55,7 @@ def test_rows_are_those_of_plain_operations(name: str, tmp_path: Path) -> None:
     drafts = [int(got.argmax())]
     for _ in range(4):
         head.chosen[0] = drafts[-1]
-        drafts.append(int(head.draft([drafting], [0], 0).argmax()))
+        drafts.append(int(head.draft([drafting], [0]).argmax()))
     assert drafts == wanted
 
 

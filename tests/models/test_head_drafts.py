@@ -24,7 +24,6 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.scheduling.head_drafts import HeadDrafts
 from shadowkv.engine.speculation.gate import Account
-from shadowkv.engine.speculation.speculation import Drafts
 from shadowkv.engine.startup.sizing import head_bytes
 from shadowkv.kvcache.decode import planning
 from shadowkv.models import load_model
@@ -125,9 +124,9 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     assert isinstance(drafting, HeadDrafts)
     given = drafting.drafts
 
-    def spy(requests: Any, *others: Any) -> Drafts | None:
+    def spy(requests: Any, *others: Any) -> list[list[int]]:
         drafts = given(requests, *others)
-        for one, draft in zip(requests, [] if drafts is None else drafts.read(), strict=False):
+        for one, draft in zip(requests, drafts, strict=False):
             seen.append(Seen(one.prompt_token_ids, one.cached_tokens, list(one.output_token_ids), draft))
         return drafts
 
@@ -383,7 +382,7 @@ def test_a_newcomer_beyond_the_limit_drafts_too(model: tuple[Path, Theirs], monk
         for step in range(200):
             with monkeypatch.context() as patch:
                 if drafts is not None and step % 8:  # most steps leave states behind
-                    patch.setattr(engine.decode_steps.speculation, "drafts", lambda *given: None)
+                    patch.setattr(engine.decode_steps.speculation, "drafts", lambda *given: [])
                 for output in engine.step():
                     assert output.error is None
                     outputs.setdefault(output.request_id, []).append(output)
@@ -513,7 +512,7 @@ def test_states_are_kept_while_nothing_is_drafted(model: tuple[Path, Theirs], mo
     assert isinstance(drafting, HeadDrafts)
     for steps in (2, 3, 9):
         with monkeypatch.context() as patch:
-            patch.setattr(drafting, "drafts", lambda *given: None)
+            patch.setattr(drafting, "drafts", lambda *given: [])
             got += [token for _ in range(steps) for token in tokens(engine.step())]
         (context,) = drafting._contexts.values()
         before = context.rows

@@ -102,7 +102,7 @@ def test_every_draft_of_a_step_selects_for_itself(kind: str, tmp_path: Path) -> 
     for step in range(24):
         counts = [min(room, 1 + (3 * step + i) % 8) for i, room in enumerate(cache.most_tokens(sequences))]
         new = [prompt(10 * step + i, count) for i, count in enumerate(counts)]
-        got = runner.decode(sequences, [token for own in new for token in own], counts=counts)
+        got = runner.decode(sequences, [first for first, *_ in new], drafts=[drafts for _, *drafts in new])
         if step in (0, 1, 9, 23):
             seen = [[*text, *more[: i + 1]] for text, more in zip(texts, new, strict=True) for i in range(len(more))]
             assert_close(got, [oracle(theirs, text) for text in seen])

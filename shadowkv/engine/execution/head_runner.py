@@ -42,7 +42,6 @@ class HeadRunner(Runner):
         self.head, self._last, size = head, head.states, model.config.hidden_size
         self._model = model
         model.prompt_tail = self.window
-        self.chosen = of_model.chosen  # the step that verifies a draft reads its tokens there
         self._of_model = model.states = torch.zeros(rows, size, dtype=model.dtype, device=cache.device)
         self._kept = torch.zeros(kept, size, dtype=model.dtype, device=cache.device)
         if of_model.graphs is not None:
@@ -98,23 +97,18 @@ class HeadRunner(Runner):
         are the places of these states, for all rows in order. Returns float32 logits [B, V] of the last row of each of
         the B sequences."""
         self.head.inputs[: len(places)] = self._kept[self._uploaded(places)]
-        counts = [len(own) for own in tokens]
-        logits = Runner.decode(self, sequences, [token for own in tokens for token in own], counts=counts)
-        ends = self._uploaded([stop - 1 for stop in accumulate(counts)])
+        first, others = [own[0] for own in tokens], [own[1:] for own in tokens]
+        logits = Runner.decode(self, sequences, first, drafts=others)
+        ends = self._uploaded([stop - 1 for stop in accumulate(map(len, tokens))])
         self._last = self.head.states[ends]
         return logits[ends]
 
     @torch.inference_mode()
-    def draft(self, sequences: list[CachedSequence], sources: list[int], first: int) -> Tensor:
-        """Appends a row to each of B sequences. Its inputs are the token that was chosen for a row of the previous
-        call, and the head's hidden state of that row. Returns float32 logits [B, V].
-
-        Args:
-            sources: for each sequence, the row of ``chosen`` that has the token.
-            first: the row of ``chosen`` that has the token of the previous call's first row. Those of its other rows
-                follow.
-        """
-        self.head.inputs[: len(sources)] = self._last[self._uploaded([source - first for source in sources])]
+    def draft(self, sequences: list[CachedSequence], sources: list[int]) -> Tensor:
+        """Appends a row to each of B sequences. ``sources`` names a row of the previous call for each sequence. The new
+        row's inputs are the token that was chosen for the source row (``Runner.chosen``), and the head's hidden state
+        of that row. Returns float32 logits [B, V]."""
+        self.head.inputs[: len(sources)] = self._last[self._uploaded(sources)]
         logits = Runner.decode(self, sequences, [0] * len(sources), sources)
         self._last = self.head.states[: len(sources)]
         return logits

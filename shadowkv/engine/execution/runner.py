@@ -16,7 +16,6 @@ from shadowkv.engine.execution.forward import Flow, Step, forward, pieces, prefi
 from shadowkv.engine.execution.fused_layers import FusedLayers
 from shadowkv.engine.execution.sampler import Sampler, logprobs_of
 from shadowkv.engine.outputs import TokenLogprobs
-from shadowkv.engine.speculation.config import MAX_SPECULATIVE_TOKENS
 from shadowkv.kvcache.decode.decode_batch import DecodePlan, micro_batches
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.streams import upload
@@ -40,9 +39,8 @@ class Runner:
 
     Attributes:
         sampler: chooses tokens from the logits.
-        chosen: int64 [rows] on the device, with room for drafts of all slots: the tokens of the last step, or those
-            drafted for the next one. The host may not have seen them yet. ``DecodeSteps`` and ``ModelDrafts`` write
-            them.
+        chosen: int64 [slots] on the device: the tokens of the last step, which the host may not have seen yet.
+            ``DecodeSteps`` writes them.
         graphs: the CUDA graphs; None for eager steps.
     """
 
@@ -59,7 +57,7 @@ class Runner:
         self._kinds = kinds(self.layers, [places[layer.cached_as][0] for layer in self.layers])
         self.sampler = Sampler(cache.ops)
         self._fused = FusedLayers(model, cache) if FusedLayers.fit(model, cache) else None
-        self.chosen = torch.zeros(cache.slots * MAX_SPECULATIVE_TOKENS, dtype=torch.int64, device=cache.device)
+        self.chosen = torch.zeros(cache.slots, dtype=torch.int64, device=cache.device)
         together = model.group.size > 1
         self.graphs = None
         if graphs_up_to is not None:
@@ -154,28 +152,34 @@ class Runner:
         sources: list[int] | None = None,
         record: AbstractContextManager[Any] | None = None,
         prompts: Sequence[tuple[CachedSequence, list[int]]] = (),
-        counts: list[int] | None = None,
+        drafts: Sequence[list[int]] = (),
         drafting: bool = False,
     ) -> Tensor:
-        """Runs a decode step: appends tokens to each sequence and returns float32 logits [B, V] of the tokens after
-        them. The step has B rows, one for each appended token.
+        """Runs a decode step: appends a token to each sequence and returns float32 logits [B, V] of the next tokens.
+        The step has B rows, one for each appended token.
 
         Args:
-            tokens: the appended tokens, B in all, those of a sequence one after the other.
-            sources: for each of them, the row of ``chosen`` that holds it, or -1 if ``tokens`` has it. None if
+            tokens: the token of each sequence, unless ``sources`` names a row.
+            sources: for each sequence, the row of ``chosen`` that holds its token, or -1 if ``tokens`` has it. None if
                 ``tokens`` has all of them.
             record: a context in which the step runs, without a CUDA graph. Such a step can run out of memory, because
                 the captured graphs hold part of it. The step then runs again as a CUDA graph, outside the context.
             prompts: n other sequences and their new tokens (at most a block) for the same pass. Logits are then
                 [B + n, V]. The pass is a CUDA graph if ``can_capture`` is True and its shape has a graph. If the pass
                 raises, these sequences can only be released, and the step can run without them.
-            counts: number of tokens that are appended to each sequence: one, and those that are drafted. Wrong ones
-                must be removed with ``KVCache.truncate``. None if nothing is drafted.
+            drafts: for each sequence, drafted tokens, which are appended behind its token. Each is a further row of its
+                sequence. Wrong tokens must be removed with ``KVCache.truncate``. Empty if nothing is drafted.
             drafting: whether it is a draft step (``KVCache.plan_decode``).
         """
-        sources = sources or [-1] * len(tokens)
-        if (read := 1 + max(sources)) > 0:
-            self.model.group.copy_first(self.chosen[:read])  # only rank 0 chooses tokens
+        if sources is not None and any(source >= 0 for source in sources):
+            self.model.group.copy_first(self.chosen)  # only rank 0 chooses tokens
+        sources, counts = sources or [-1] * len(tokens), None
+        if drafts:
+            counts = [1 + len(draft) for draft in drafts]
+            tokens = [one for token, draft in zip(tokens, drafts, strict=True) for one in (token, *draft)]
+            sources = [
+                row for source, draft in zip(sources, drafts, strict=True) for row in (source, *[-1] * len(draft))
+            ]
         compress = None if self.graphs is None else self.graphs.compress
         plan = self.cache.plan_decode(sequences, counts, drafting, compress)
         logits = None

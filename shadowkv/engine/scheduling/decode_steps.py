@@ -10,7 +10,7 @@ Short prompts can join a step. The same pass computes them, and the step chooses
 
 With speculative decoding a step can have several rows of a sequence: one for its newest token, and one for each drafted
 token. A draft follows tokens that the host has seen. So no step is launched ahead if it is likely to have a draft, or
-if the step before it has drafts. The host need not have seen the draft itself.
+if the step before it has drafts.
 
 With a quality meter, some steps are preceded by a narrow step of the same tokens (``QualityMeter``).
 """
@@ -33,8 +33,7 @@ from shadowkv.engine.scheduling.quality_meter import Checked, QualityMeter
 from shadowkv.engine.scheduling.scheduler import Running, Scheduler
 from shadowkv.engine.scheduling.sparse_drafts import cut_back
 from shadowkv.engine.selections import SelectionRecord
-from shadowkv.engine.speculation.speculation import Drafts, Speculation
-from shadowkv.kvcache.memory.streams import download
+from shadowkv.engine.speculation.speculation import Speculation
 
 
 class DecodeSteps:
@@ -114,10 +113,10 @@ class DecodeSteps:
             with suppress(torch.OutOfMemoryError):  # the next call launches it again; this step's tokens are kept
                 self._ahead = self._launch(step)
         before = self.held.release(wait=False)
-        if step.drafts is not None:
+        if step.drafts:
             assert self.speculation is not None, "nothing else drafts"
             place = self.scheduler, self.held, self.speculation
-            self._drafted = DraftedRows(step.rows, step.drafts.read(), partial(self._choose, step), *place)
+            self._drafted = DraftedRows(step.rows, step.drafts, partial(self._choose, step), *place)
             chosen = self._drafted.next() or ([], ([], [], []), {})
         elif step.on_device:
             chosen = step.rows, step.chosen(), step.selected()
@@ -169,7 +168,7 @@ class DecodeSteps:
 
     def _precedes(self, step: _Step) -> bool:
         """Whether another step can be launched after ``step`` before the tokens of ``step`` are read."""
-        if not (self.run_ahead and step.on_device) or step.drafts is not None:
+        if not (self.run_ahead and step.on_device) or step.drafts:
             return False
         if self.speculation is None:
             return True
@@ -202,26 +201,21 @@ class DecodeSteps:
         if asking:
             record = SelectionRecord(self.runner.cache, [rows[row].sequence for row in asking], asking)
         work = [(running.sequence, running.new_token_ids) for running in prompts]
-        drafts = None if before is not None or prompts or record is not None else self._drafts(rows)
+        drafts = [] if before is not None or prompts or record is not None else self._drafts(rows)
         narrow = None if self.meter is None else self.meter.narrow(rows, tokens, sources)
         started = Mark(self.runner.cache.device)
         captures, eager_runs = self.runner.captures, self.runner.eager_runs
         sequences = [running.sequence for running in rows]
         lengths = [sequence.length for sequence in sequences]
-
-        def decode(drafts: Drafts | None) -> Tensor:
-            if drafts is None:
-                return self.runner.decode(sequences, tokens, sources, record, work)
-            return self.runner.decode(sequences, *drafts.inputs(tokens), None, (), drafts.counts)
-
+        decode = partial(self.runner.decode, sequences, tokens, sources, record, work)
         try:
             logits = decode(drafts)
         except torch.OutOfMemoryError:
-            if drafts is None or self.runner.model.group.size > 1:  # other ranks may have run the step
+            if not drafts or self.runner.model.group.size > 1:  # other ranks may have run the step
                 raise
-            drafts = None  # a step without drafts has fewer rows
-            logits = decode(None)
-        counts = [1] * len(rows) if drafts is None else drafts.counts
+            drafts = []  # a step without drafts has fewer rows
+            logits = decode(drafts)
+        counts = [1 + len(draft) for draft in drafts] or [1] * len(rows)
         if self.speculation is not None:
             newest = [len(one.request.output_token_ids) - (at < 0) for one, at in zip(rows, sources, strict=True)]
             self.speculation.computed([running.request for running in rows], newest, counts)
@@ -237,10 +231,11 @@ class DecodeSteps:
             cut_back(self.runner.cache, sequences, lengths)
             raise
 
-    def _drafts(self, rows: Sequence[Running]) -> Drafts | None:
-        """Returns a draft for each row. Returns None if nothing is drafted, or if draft steps ran out of memory."""
+    def _drafts(self, rows: Sequence[Running]) -> list[list[int]]:
+        """Returns a draft for each row. Returns an empty list if nothing is drafted, or if draft steps ran out of
+        memory."""
         if self.speculation is None:
-            return None
+            return []
         sequences = [running.sequence for running in rows]
         most = [tokens - 1 for tokens in self.runner.cache.most_tokens(sequences)]
         try:
@@ -248,7 +243,7 @@ class DecodeSteps:
         except torch.OutOfMemoryError:
             if self.runner.model.group.size > 1:
                 raise
-            return None
+            return []
 
 
 class _Step:
@@ -267,7 +262,7 @@ class _Step:
         asking: list[int],
         record: SelectionRecord | None,
         prompt_tokens: int,
-        drafts: Drafts | None,
+        drafts: list[list[int]],
         checked: Checked | None,
     ) -> None:
         self.rows, self.drafts, self.checked, self.started = rows, drafts, checked, started
@@ -278,16 +273,19 @@ class _Step:
         self.on_device = plain
         # A later graph would overwrite the logits before they are read. A step with drafts needs no copy: the next step
         # is launched only after its tokens are read.
-        self.logits = logits if plain or drafts is not None else logits.clone()
+        self.logits = logits if plain or drafts else logits.clone()
         if plain:
             steps = [len(r.output_token_ids) + 1 + on_its_way for r, on_its_way in zip(requests, ahead, strict=True)]
-            if drafts is not None:
-                places = [(row, place) for row, count in enumerate(drafts.counts) for place in range(count)]
+            if drafts:
+                places = [(row, place) for row, draft in enumerate(drafts) for place in range(1 + len(draft))]
                 requests, steps = [requests[row] for row, _ in places], [steps[row] + place for row, place in places]
             chosen = runner.sampler.choose(logits, requests, steps)
-            if drafts is None:
+            if not drafts:
                 runner.chosen[: len(rows)] = chosen[0]
-            self._landing = download(chosen)
+            self._landing = chosen
+            if chosen.is_cuda:
+                self._landing = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
+                self._landing.copy_(chosen, non_blocking=True)
         # ``computed`` marks the point at which the logits are computed. If the host chooses the tokens, ``next`` moves
         # ``ended`` to the point at which they are chosen.
         self.computed = self.ended = Mark(logits.device)

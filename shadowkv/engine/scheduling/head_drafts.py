@@ -120,17 +120,12 @@ class HeadDrafts(ModelDrafts):
         ]
 
     def _logits(
-        self,
-        place: int,
-        requests: Sequence[Request],
-        sequences: Sequence[CachedSequence],
-        sources: list[int],
-        first: int,
+        self, place: int, requests: Sequence[Request], sequences: Sequence[CachedSequence], sources: list[int]
     ) -> Tensor:
         contexts = [self._contexts[request] for request in requests]
         own = [context.sequence for context in contexts]
         if place:
-            return self._head.draft(own, sources, first)
+            return self._head.draft(own, sources)
         following, places = list[list[int]](), list[int]()
         for request, context in zip(requests, contexts, strict=True):
             stop = len(request.output_token_ids) - 1

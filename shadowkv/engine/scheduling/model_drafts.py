@@ -15,8 +15,7 @@ from shadowkv.engine.request import Request
 from shadowkv.engine.scheduling.pacing import Mark
 from shadowkv.engine.speculation.config import SpeculativeConfig
 from shadowkv.engine.speculation.gate import MATCH_KINDS, OTHERS_TOKENS, OWN_TOKENS, AcceptanceRates, Account, StepTimes
-from shadowkv.engine.speculation.speculation import Drafts, Speculation, kind_of
-from shadowkv.kvcache.memory.streams import download
+from shadowkv.engine.speculation.speculation import Speculation, kind_of
 from shadowkv.kvcache.sequences.sequence import CachedSequence
 
 ALIKE = MATCH_KINDS[-1]
@@ -48,19 +47,13 @@ class ModelDrafts(Speculation):
 
     @abstractmethod
     def _logits(
-        self,
-        place: int,
-        requests: Sequence[Request],
-        sequences: Sequence[CachedSequence],
-        sources: list[int],
-        first: int,
+        self, place: int, requests: Sequence[Request], sequences: Sequence[CachedSequence], sources: list[int]
     ) -> Tensor:
         """Computes a draft step. Returns float32 logits [B, V] of the drafted tokens of B requests at ``place``.
 
         Args:
             place: the tokens' place in their drafts, from 0.
             sources: for each request, the row of ``Runner.chosen`` that has the previous token; -1 at the first place.
-            first: the first row of ``Runner.chosen`` that has a token of the previous place.
         """
 
     @abstractmethod
@@ -73,10 +66,10 @@ class ModelDrafts(Speculation):
 
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
-    ) -> Drafts | None:
+    ) -> list[list[int]]:
         counts = self._counts(requests, sequences, most)
         if not any(counts):
-            return None
+            return []
         self.account.spend()
         return self._draft(requests, sequences, counts)
 
@@ -118,37 +111,36 @@ class ModelDrafts(Speculation):
         count = self.account.length(drafts, seconds, rows, self._tokens)
         return [min(count, own) for own in most]
 
-    def _draft(self, requests: Sequence[Request], sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Drafts:
+    def _draft(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence], counts: Sequence[int]
+    ) -> list[list[int]]:
         """Drafts as many tokens as ``counts`` says, without penalties and grammars.
 
         A drafted token is chosen with the random number of its place in the answer. So it is likely to equal the token
-        that the verifying step chooses there, even if that token is sampled. The device keeps the drafted tokens in
-        ``Runner.chosen``, so the verifying step is launched before the host has seen them.
+        that the verifying step chooses there, even if that token is sampled. The drafted tokens stay on the device
+        until all draft steps are launched.
         """
         runner, longest = self._runner, max(counts)
         lengths = [sequence.length for sequence in sequences]
         began, before = Mark(runner.cache.device), (runner.captures, runner.eager_runs)
-        sources, first, stop = [list[int]() for _ in requests], 0, 0
+        chosen, sources = list[tuple[list[int], Tensor]](), [-1] * len(requests)
         try:
             for place in range(longest):
                 rows = [row for row, count in enumerate(counts) if count > place]
                 asked, own = [requests[row] for row in rows], [sequences[row] for row in rows]
-                logits = self._logits(place, asked, own, [sources[row][-1] if place else -1 for row in rows], first)
+                logits = self._logits(place, asked, own, [sources[row] for row in rows])
                 steps = [len(request.output_token_ids) + 1 + place for request in asked]
-                first, stop = stop, stop + len(rows)
-                runner.chosen[first:stop] = runner.sampler.choose(logits, asked, steps)[0]
-                for source, row in enumerate(rows, first):
-                    sources[row].append(source)
+                chosen.append((rows, runner.sampler.choose(logits, asked, steps)[0]))
+                runner.chosen[: len(rows)] = chosen[-1][1]  # the next draft step reads them there
+                for number, row in enumerate(rows):
+                    sources[row] = number
         finally:
             self._undo(requests, sequences, lengths)
-        drafted, ended = download(runner.chosen[:stop]), Mark(runner.cache.device)
-        waited = before != (runner.captures, runner.eager_runs)  # the device waited for the host
-
-        def read() -> list[list[int]]:
-            ended.wait()
-            if not waited:
-                self._draft_times[kind_of(lengths)].add(len(requests), ended.since(began) / longest)
-            tokens = drafted.tolist()
-            return [[tokens[source] for source in own] for own in sources]
-
-        return Drafts([[0] * count for count in counts], sources, read)
+        ended, drafts = Mark(runner.cache.device), [list[int]() for _ in requests]
+        for rows, of_place in chosen:
+            for row, token in zip(rows, of_place.tolist(), strict=True):
+                drafts[row].append(token)
+        if before == (runner.captures, runner.eager_runs):  # else the device waited for the host
+            kind = kind_of(lengths)
+            self._draft_times[kind].add(len(requests), ended.since(began) / longest)
+        return drafts

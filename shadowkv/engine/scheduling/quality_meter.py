@@ -19,7 +19,7 @@ from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.outputs import CheckedTokens
 from shadowkv.engine.scheduling.scheduler import Running
 from shadowkv.engine.scheduling.sparse_drafts import cut_back, is_compressed
-from shadowkv.kvcache.memory.streams import download, upload
+from shadowkv.kvcache.memory.streams import upload
 
 CHECKED = 8
 """Maximum number of sequences in a narrow step. Two distributions of each are compared, which takes a few megabytes of
@@ -60,7 +60,9 @@ class NarrowStep:
         """
         try:
             rows = upload(torch.tensor([first_rows[row] for row in self.rows]), logits.device)
-            kl = download(kl_divergence(logits[rows], self.logits))
+            kl = kl_divergence(logits[rows], self.logits)
+            if kl.is_cuda:
+                kl = torch.empty(kl.shape, dtype=kl.dtype, pin_memory=True).copy_(kl, non_blocking=True)
         except torch.OutOfMemoryError:
             return None
         return Checked(self.rows, kl)
@@ -103,7 +105,7 @@ class QualityMeter:
         lengths = [sequence.length for sequence in sequences]
         newest, places = [tokens[row] for row in rows], [sources[row] for row in rows]
         try:
-            logits = self._runner.decode(sequences, newest, places, None, (), None, True).clone()
+            logits = self._runner.decode(sequences, newest, places, None, (), (), True).clone()
         except torch.OutOfMemoryError:
             if self._runner.model.group.size > 1:  # other ranks may have run the step
                 raise

@@ -36,15 +36,10 @@ class SparseDrafts(ModelDrafts):
         return [any(map(is_compressed, sequences))] * len(requests)
 
     def _logits(
-        self,
-        place: int,
-        requests: Sequence[Request],
-        sequences: Sequence[CachedSequence],
-        sources: list[int],
-        first: int,
+        self, place: int, requests: Sequence[Request], sequences: Sequence[CachedSequence], sources: list[int]
     ) -> Tensor:
         newest = [request.output_token_ids[-1] for request in requests]
-        return self._runner.decode(list(sequences), newest, sources, None, (), None, True)
+        return self._runner.decode(list(sequences), newest, sources, None, (), (), True)
 
     def _undo(self, requests: Sequence[Request], sequences: Sequence[CachedSequence], lengths: Sequence[int]) -> None:
         cut_back(self._runner.cache, sequences, lengths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -38,32 +38,6 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The drafts of a step's requests. Some can be empty.
-
-    Attributes:
-        tokens: the drafted tokens of each request; 0 where only the device knows the token.
-        sources: for each token, the row of ``Runner.chosen`` that holds it, or -1 if ``tokens`` has it.
-        read: returns the drafted tokens of each request. Waits until the device has drafted them.
-    """
-
-    tokens: list[list[int]]
-    sources: list[list[int]]
-    read: Callable[[], list[list[int]]]
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of rows of each request: one for its newest token, and one for each drafted token."""
-        return [1 + len(draft) for draft in self.tokens]
-
-    def inputs(self, newest: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the tokens of the step's rows and their sources, as for ``Runner.decode``. ``newest`` are the newest
-        tokens of the requests, which the host knows."""
-        tokens = [token for first, draft in zip(newest, self.tokens, strict=True) for token in (first, *draft)]
-        return tokens, [source for draft in self.sources for source in (-1, *draft)]
 
 
 class Speculation(ABC):
@@ -105,8 +79,9 @@ class Speculation(ABC):
     @abstractmethod
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
-    ) -> Drafts | None:
-        """Returns drafts, which follow the newest token of each request. Returns None if nothing is drafted.
+    ) -> list[list[int]]:
+        """Returns the drafted tokens of each request, which follow its newest token. The list is empty if nothing is
+        drafted.
 
         Args:
             sequences: the requests' sequences.
@@ -157,16 +132,14 @@ class TextDrafts(Speculation):
 
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
-    ) -> Drafts | None:
+    ) -> list[list[int]]:
         rows, drafts, times = len(requests), list[list[int]](), self._times_of(sequences)
         max_rows = min(self._max_rows, len(requests) + self._max_drafted)
         for request, room in zip(requests, most, strict=True):
             most_tokens = min(room, self._most, max_rows - rows)
             drafts.append(self._of(request).draft(most_tokens, times, rows, len(requests)))
             rows += len(drafts[-1])
-        if rows == len(requests):
-            return None
-        return Drafts(drafts, [[-1] * len(draft) for draft in drafts], lambda: drafts)
+        return drafts if rows > len(requests) else []
 
     def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
         """Whether a request's known text would have a draft, so that the next step may have one."""

@@ -1,5 +1,4 @@
-"""``SideStream``: work on another CUDA stream. ``upload``, ``Numbers`` and ``download``: copies to and from the device
-without waiting."""
+"""``SideStream``: work on another CUDA stream. ``upload`` and ``Numbers``: copies to the device without waiting."""
 
 from __future__ import annotations
 
@@ -66,12 +65,6 @@ def upload(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or not numbers.numel():
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
-
-
-def download(x: Tensor) -> Tensor:
-    """Copies ``x`` to the host, without waiting for a GPU: the copy is complete when the device has reached a mark that
-    is made after this call."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 class Numbers:
