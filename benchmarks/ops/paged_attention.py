@@ -1,8 +1,9 @@
 """Paged decode attention by every backend of a device: time per call, and bytes of keys and values read per second.
 
-On a GPU, the attention is Llama-3.1-8B's (32 query and 8 kv heads of 128). On a CPU, it is SmolLM2's (9 query and 3 kv
-heads of 64), over pages that together are much larger than the CPU's caches. CPU times are wall-clock times, in rounds
-that alternate between the backends. Results are checked against a softmax in float64.
+On a GPU, the attention is Llama-3.1-8B's (32 query and 8 kv heads of 128), or that of Gemma-4-31B's full layers (32
+query and 4 kv heads of 512). On a CPU, it is SmolLM2's (9 query and 3 kv heads of 64), over pages that together are
+much larger than the CPU's caches. CPU times are wall-clock times, in rounds that alternate between the backends.
+Results are checked against a softmax in float64.
 
 ``verified_rows`` measures steps that verify drafts, on a GPU, with 1, 4 and 8 rows for every sequence. Tokens are
 ``pages`` of exact keys and values, or compressed pages of ``dense`` or ``fp8`` rows (``attend_coded``). In ``each``,
@@ -45,6 +46,13 @@ ON_CUDA: dict[str, list[int]] = {
     "1 x 61440": [61440],
     "1 x 124928": [124928],
 }
+WIDE_SHAPE = (4, 8, 512)
+WIDE: dict[str, list[int]] = {
+    "9 x 122880 of 512 dims": [122880] * 9,
+    "36 x 640 of 512 dims": [640] * 36,
+    "1 x 122880 of 512 dims": [122880],
+}
+"""As ``ON_CUDA``, with heads of ``WIDE_SHAPE``, which is as ``SHAPES``."""
 ON_CPU = {"48 x 64-960": [64 + round(i * (960 - 64) / 47) for i in range(48)], "1 x 8192": [8192]}
 ROUNDS = 9
 VERIFIED = [(1, 61440), (15, 61440), (7, 124928)]
@@ -54,10 +62,12 @@ PRODUCT_SPEED = 989e12
 """Peak of an H200's 16-bit products, in operations per second."""
 
 
-def problem(lengths: list[int], dtype: torch.dtype, device: str) -> list[Call]:
+def problem(
+    lengths: list[int], dtype: torch.dtype, device: str, shape: tuple[int, int, int] | None = None
+) -> list[Call]:
     """Returns the arguments of one call per layer, on views like the KV cache's. Each layer evicts the previous one
     from the caches. With uint8, keys and values are 8-bit floats (e4m3), and queries bfloat16."""
-    heads, group, dim = SHAPES[device]
+    heads, group, dim = shape or SHAPES[device]
     used = [-(-length // PAGE) for length in lengths]
     fields = [Field(name, (heads, PAGE, dim), dtype) for name in "kv"]
     block = sum(field.nbytes for field in fields)
@@ -101,28 +111,31 @@ def checked_backends(call: Call, device: str) -> dict[str, Callable[..., object]
     exact, allowed, backends = plain(*call), 2e-5 if call[0].dtype == torch.float32 else 2e-2, {}
     for name in names:
         try:
-            backends[name] = Ops(device, overrides={"paged_attention": name}).paged_attention
+            attend = Ops(device, overrides={"paged_attention": name}).paged_attention
+            found = attend(*call)
         except ValueError:
             print(f"no backend {name!r} here")
             continue
-        for own, expected in zip(backends[name](*call), exact):
+        backends[name] = attend
+        for own, expected in zip(found, exact):
             error = (own.double() - expected).abs().max().item()
             if not error <= allowed:
                 raise SystemExit(f"{name} is off by {error:.2g}, allowed {allowed}")
     return backends
 
 
-def bytes_read(lengths: list[int], dtype: torch.dtype, device: str) -> int:
+def bytes_read(lengths: list[int], dtype: torch.dtype, device: str, shape: tuple[int, int, int] | None = None) -> int:
     """Returns the bytes of all keys and values, each counted once."""
-    heads, _, dim = SHAPES[device]
+    heads, _, dim = shape or SHAPES[device]
     return 2 * sum(lengths) * heads * dim * dtype.itemsize
 
 
-@bench([*ON_CUDA])
+@bench([*ON_CUDA, *WIDE])
 def paged_attention(case: str) -> list[Row]:
     """A row for each backend. A CUDA graph goes over all layers four times."""
-    lengths, dtype = ON_CUDA[case], torch.bfloat16
-    calls, nbytes = problem(lengths, dtype, "cuda"), bytes_read(lengths, dtype, "cuda")
+    lengths, shape = (WIDE[case], WIDE_SHAPE) if case in WIDE else (ON_CUDA[case], SHAPES["cuda"])
+    arguments = lengths, torch.bfloat16, "cuda", shape
+    calls, nbytes = problem(*arguments), bytes_read(*arguments)
     rows: list[Row] = []
     for name, attend in checked_backends(calls[0], "cuda").items():
         taken = microseconds([lambda call=call, attend=attend: attend(*call) for call in 4 * calls], rounds=ROUNDS)

@@ -46,6 +46,7 @@ SCORED = [  # rows, tokens, kv heads, group, dim, whether rows are ragged
     (30, 61440, 8, 4, 256, False),
     (63, 61440, 4, 7, 128, False),
     (63, 61440, 8, 8, 128, False),
+    (36, 122880, 4, 8, 512, False),
 ]
 UNCACHED_BYTES = 200e6
 PER_ROW = (1, 5, 6, 7)  # indices of arguments that have rows, besides queries and sampling
@@ -59,6 +60,7 @@ SELECTED = [  # rows, tokens, kv heads, group, dim, policy
     (63, 61440, 8, 4, 64, "turbo"),
     (63, 61440, 4, 7, 128, "turbo"),
     (32, 61440, 8, 4, 256, "turbo"),
+    (36, 122880, 4, 8, 512, "turbo"),
     (1, 61440, 8, 4, 128, "turbo"),
     (1, 1048576, 8, 4, 128, "turbo"),
 ]

@@ -91,8 +91,9 @@ def _attend_pages(
     for step in range(part * STEPS, tl.cdiv(entries - part, parts) * STEPS + part * STEPS):
         entry = part + (step - part * STEPS) // STEPS * parts
         token = step % STEPS * TOGETHER + place
-        lives = token < tl.load(counts + row * counts_row + entry)
-        page = tl.load(pages + row * pages_row + entry)
+        count = tl.load(counts + row * counts_row + entry)
+        lives = token < count
+        page = tl.where(count > 0, tl.load(pages + row * pages_row + entry), 0)
         at, there = token[:, None] * DIM + column[None, :], lives[:, None] & in_head
         keys = tl.load(k + page * k_page + head * k_head + at, mask=there, other=0)
         scores = tl.dot(asked, tl.trans(keys), input_precision="ieee") * scale
