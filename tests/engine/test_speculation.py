@@ -292,6 +292,50 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
     assert_empty(engine)
 
 
+def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. Steps that the host
+    has to wait for anyway have no further cost from drafts."""
+
+    class Mark:
+        now = 0.0
+
+        def __init__(self, device: Any) -> None:
+            self.at = Mark.now
+
+        def wait(self) -> None:
+            pass
+
+        def since(self, other: Any) -> float:
+            return float(self.at - other.at)
+
+    monkeypatch.setattr("shadowkv.engine.scheduling.decode_steps.Mark", Mark)
+    draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 3))
+    engine = make(kv="full", speculative_config=SUFFIX)
+    engine.decode_steps.run_ahead, decode = True, engine.runner.decode
+
+    def timed(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
+        Mark.now += 1
+        return decode(sequences, last, sources, *others)
+
+    drafting = engine.decode_steps.speculation
+    assert drafting is not None
+    drafts, taken = drafting.drafts, list[tuple[int, float]]()
+
+    def slow(*given: Any) -> Any:
+        Mark.now += 0.25
+        return drafts(*given)
+
+    monkeypatch.setattr(engine.runner, "decode", timed)
+    monkeypatch.setattr(drafting, "drafts", slow)
+    monkeypatch.setattr(drafting, "took", lambda lengths, rows, seconds: taken.append((rows, seconds)))
+    for params, wait in ((PLAIN, 0.25), (replace(PLAIN, repetition_penalty=1.3), 0.0)):
+        engine.add_request("a", prompt(1, 30), replace(params, max_tokens=30))
+        drain(engine)
+        assert {seconds for rows, seconds in taken[1:] if rows > 1} == {1 + wait}
+        assert {seconds for rows, seconds in taken if rows == 1} == {1.0}
+        taken.clear()
+
+
 @pytest.mark.parametrize("kv", ["full", "turbo:budget=0.5"])
 def test_answers_with_graphs_and_steps_ahead_are_those_without_drafts(
     make: Any, monkeypatch: pytest.MonkeyPatch, kv: str

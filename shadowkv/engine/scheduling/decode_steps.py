@@ -66,6 +66,7 @@ class DecodeSteps:
         self._ahead: _Step | None = None
         self._behind: _Step | None = None
         self._drafted: DraftedRows | None = None
+        self._last: Mark | None = None
         self.held = HeldRows(runner, scheduler)
 
     @property
@@ -132,13 +133,25 @@ class DecodeSteps:
             else:
                 self.seconds = seconds
                 if self.speculation is not None and not step.eager:
-                    self.speculation.took(step.lengths, len(step.logits), step.computed.since(step.started))
+                    computed = step.computed.since(step.started)
+                    self.speculation.took(step.lengths, len(step.logits), computed + self._idle_before(step, computed))
+        self._last = step.ended
         if step.checked is not None and self.meter is not None:
             step.computed.wait()
             running = [step.rows[row] for row in step.checked.rows]
             alive = [one if one in self.scheduler.running else None for one in running]
             self.meter.take(alive, step.checked.kl.tolist())
         return joined(chosen, before)
+
+    def _idle_before(self, step: _Step, computed: float) -> float:
+        """Seconds for which the device waited for the host before a step with drafts that would have been launched
+        ahead without them. 0 for other steps: their gaps are not the cost of drafts. A gap longer than the step itself
+        (``computed`` seconds) is no wait but a prompt."""
+        ahead = self.run_ahead and step.on_device
+        if not (ahead and step.drafts) or self._last is None or self.speculation is None:
+            return 0.0
+        gap = step.started.since(self._last) if self.speculation.drafts_on_host else 0.0
+        return gap if gap < computed else 0.0
 
     def prompted(self, prompts: Sequence[Running]) -> None:
         """Must be called when a prefill of ``prompts`` has ended, before another pass."""

@@ -47,8 +47,11 @@ class Speculation(ABC):
         max_rows: maximum number of rows of a step. Drafts that do not fit are cut.
 
     Attributes:
+        drafts_on_host: whether drafts are made on the host alone, so that the device waits for them.
         stats: counts for ``/metrics``.
     """
+
+    drafts_on_host = False
 
     def __init__(self, config: SpeculativeConfig, max_rows: int) -> None:
         assert config.num_speculative_tokens is not None, "set by SpeculativeConfig"
@@ -59,7 +62,8 @@ class Speculation(ABC):
         self.stats = SpeculationStats(num_accepted_tokens_per_pos=[0] * self._most)
 
     def took(self, lengths: Sequence[int], rows: int, seconds: float) -> None:
-        """Records the time of a step with ``rows`` rows. ``lengths`` are those of its sequences."""
+        """Records the time of a step with ``rows`` rows, including that for which the device waited for drafts of the
+        host. ``lengths`` are those of the step's sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
 
     def prompted(self, requests: Sequence[Request]) -> None:
@@ -124,6 +128,8 @@ class TextDrafts(Speculation):
     Args:
         max_drafted: maximum number of drafted tokens of a step; None if only ``max_rows`` limits them.
     """
+
+    drafts_on_host = True
 
     def __init__(self, config: SpeculativeConfig, max_rows: int, max_drafted: int | None = None) -> None:
         super().__init__(config, max_rows)
