@@ -99,7 +99,7 @@ class EngineProcess:
                 tokenizer = tokenizer_from_config(self._config)
                 tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
             self._facts = self._answer()
-            self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
+            self._clients = [EngineClient(facts, tokenizer, self.folder, title=self._name) for facts in self._facts]
             failing.pop_all()
         for client in self._clients:
             self.when_it_ends(client.has_ended)
