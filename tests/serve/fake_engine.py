@@ -138,6 +138,10 @@ class FakeEngine:
         return (self,)
 
     @property
+    def serves(self) -> bool:
+        return self.is_alive
+
+    @property
     def state(self) -> EngineState:
         return "ok" if self.is_alive else "dead"
 

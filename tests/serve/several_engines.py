@@ -64,10 +64,10 @@ class Stream:
         return events(self)[-1]
 
 
-def batch_of(one: Server, lines: int) -> str:
-    """The id of a batch of long requests."""
-    line = {"method": "POST", "url": "/v1/completions", "body": BODY}
-    data = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(lines))
+def batch_of(one: Server, *bodies: dict[str, Any]) -> str:
+    """The id of a batch of completions."""
+    line = {"method": "POST", "url": "/v1/completions"}
+    data = "\n".join(json.dumps({"custom_id": str(number), **line, "body": body}) for number, body in enumerate(bodies))
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": data.encode()}}
     file = httpx.post(f"{one.url}/v1/files", timeout=SECONDS, **form).json()["id"]
     about = {"input_file_id": file, "endpoint": "/v1/completions"}

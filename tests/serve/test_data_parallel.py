@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -218,7 +220,7 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
             httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
         wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
         with two_streams(one, **LONG_ANSWER) as streams:
-            batch = batch_of(one, 4)
+            batch = batch_of(one, *[BODY] * 4)
             wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
             engines(one)[1].kill()
             lasts = [stream.last() for stream in streams]
@@ -243,7 +245,8 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
         one.assert_nothing_is_left(family)
         log = one.log.read_text()
         assert log.count(f"ERROR shadowkv.engine.process.launch: {KILLED.format(1)}\n") == 1 and "Traceback" not in log
-        assert "a request of 40 tokens is sent" not in log, "streams that have begun stay where they are"
+        assert "(40 tokens) is sent to another engine" not in log, "streams that have begun stay where they are"
+        assert len(re.findall("(is sent to|begins anew in) another engine", log)) == 2, "the lines that the engine had"
 
 
 def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the_server(tiny_model: Path) -> None:
@@ -260,14 +263,34 @@ def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the
         texts = [reply.json()["choices"][0]["text"] for reply in replies[1::2]]
         texts += ["".join(event["choices"][0]["text"] for event in events(reply)) for reply in replies[::2]]
         assert texts == [alone] * 4
-        log = one.log.read_text()
-        assert log.count("a request of 40 tokens is sent to another engine") == 2
+        moved = re.findall(r"request (\S+) \(40 tokens\) is sent to another engine\n", one.log.read_text())
+        assert len(moved) == 2 and {*moved} < {reply.headers["x-request-id"] for reply in replies}
 
         stream = Stream(one).begun()
         first.kill()
         assert stream.last()["error"]["message"] == KILLED.format(0)
         assert one.http.wait(SECONDS) == ENGINE_DIED
         one.assert_nothing_is_left(family)
+
+
+def test_a_line_whose_engines_die_is_begun_anew_once_and_the_batch_goes_on(tiny_model: Path) -> None:
+    with server(tiny_model, "--data-parallel-size=3", LONGER) as one:
+        batch = batch_of(one, {**BODY, **LONG_ANSWER}, {**BODY, "max_tokens": 2})
+        for _ in range(2):
+            wait_until(lambda: batch_now(one, batch)["request_counts"]["completed"] == 1)
+            wait_until(lambda: [*samples(one, "num_requests_running").values()].count(1.0) == 1)
+            running = samples(one, "num_requests_running")
+            engines(one)[int(max(running, key=running.__getitem__))].kill()
+            wait_until(lambda before=running: samples(one, "num_requests_running").keys() < before.keys())
+        wait_until(lambda: batch_now(one, batch)["status"] == "completed")
+        ended = batch_now(one, batch)
+        assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        [line] = httpx.get(f"{one.url}/v1/files/{ended['error_file_id']}/content", timeout=SECONDS).text.splitlines()
+        failed = json.loads(line)
+        assert failed["custom_id"] == "0" and failed["response"]["status_code"] == 503
+        assert failed["response"]["body"]["error"]["code"] == "engine_dead"
+        assert one.health() == one.ask(max_tokens=2)[0].status_code == 200, "an engine is left"
+        assert one.log.read_text().count("begins anew in another engine") == 1
 
 
 def test_ctrl_c_ends_all_of_them(tiny_model: Path) -> None:

@@ -55,6 +55,7 @@ class ClientRequest:
         prefix: hashes of the prompt's pages, if several engines share the requests (``replicas.py``).
         engine: the client of the engine that serves the request; None before ``generate``.
         moved: whether another engine, which has died, had the request before.
+        log_id: the id of the API request in the server's log.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class ClientRequest:
     prefix: Sequence[str] = ()
     engine: EngineClient | None = None
     moved: bool = False
+    log_id: str = ""
 
 
 Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | None]]

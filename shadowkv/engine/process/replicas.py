@@ -74,6 +74,10 @@ class ReplicaClient(EngineClient):
         return any(replica.is_alive for replica in self._replicas)
 
     @property
+    def serves(self) -> bool:
+        return any(replica.serves for replica in self._replicas)
+
+    @property
     def state(self) -> EngineState:
         """The best of the engines' states."""
         states = {replica.state for replica in self._replicas}
@@ -114,12 +118,13 @@ class ReplicaClient(EngineClient):
 
     def _hand_on(self, request: ClientRequest, answers: Answers) -> bool:
         # A request that is moved a second time may be what the engines die of.
-        if request.moved or request.request_id in answers.begun or not any(one.serves for one in self._replicas):
+        if request.moved or request.request_id in answers.begun or not self.serves:
             return False
         if request.engine is not None and request.engine.stopping:
             return False
         request.moved = True
-        logger.warning("a request of %d tokens is sent to another engine", len(request.prompt_token_ids))
+        tokens = counted(len(request.prompt_token_ids), "token")
+        logger.warning("request %s (%s) is sent to another engine", request.log_id, tokens)
         self.begin(request, answers)
         return True
 
