@@ -47,9 +47,10 @@ class ReplicaClient(EngineClient):
 
     Args:
         replicas: a client of each engine.
+        table: makes the table that chooses engines, from its margin.
     """
 
-    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+    def __init__(self, replicas: Sequence[EngineClient], table: Callable[[int], PrefixTable] = PrefixTable) -> None:
         # Every engine can serve what the one with the shortest limit can: their GPUs may have had different room.
         least = min(replicas, key=lambda replica: replica.max_model_len)
         super().__init__(least.facts, least.tokenizer, least.folder)
@@ -57,7 +58,7 @@ class ReplicaClient(EngineClient):
         self.max_num_seqs = sum(replica.max_num_seqs for replica in replicas)
         self.max_queued_seqs = sum(replica.max_queued_seqs for replica in replicas)
         self.max_concurrency = sum(replica.max_concurrency for replica in replicas)
-        self._table = PrefixTable(margin_of(least.max_num_seqs))
+        self._table = table(margin_of(least.max_num_seqs))
         for replica in replicas:
             replica.name, replica._numbers = self.name, self._numbers  # by a request's id its outputs find their way
             replica.watch, replica.hand_on = self._watch, self._hand_on
