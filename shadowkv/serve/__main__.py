@@ -86,7 +86,7 @@ def _check_replicas(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"{given} takes --api-server-count 1: one HTTP process knows which engine has which prompt")
     if args.compare is not None:
         parser.error(f"{given} does not go with --compare, which has two engines on one GPU")
-    if args.device.startswith("cuda:"):
+    if args.device not in ("auto", "cuda", "cpu"):
         parser.error(f"{given} takes --device auto, cuda or cpu, not {args.device}: each engine has GPUs of its own")
 
 

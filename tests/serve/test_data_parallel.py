@@ -54,6 +54,8 @@ def document(number: int) -> list[int]:
         ([TWO, "--api-server-count=2"], "--data-parallel-size 2 takes --api-server-count 1"),
         ([TWO, "--compare=full"], "--data-parallel-size 2 does not go with --compare"),
         ([TWO, "--device=cuda:1"], "takes --device auto, cuda or cpu, not cuda:1"),
+        ([TWO, "--device=gpu"], "takes --device auto, cuda or cpu, not gpu"),
+        (["-dp=1.5"], "--data-parallel-size/-dp: '1.5' is no whole number"),
     ],
 )
 def test_flags_that_are_refused(flags: list[str], message: str, capsys: Any) -> None:
