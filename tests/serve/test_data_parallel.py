@@ -32,10 +32,12 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.kvcache.memory import free_memory
 from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.ray.serve import parse as parse_ray
 from shadowkv.serve.__main__ import main, parse
 from shadowkv.serve.process import ENGINE_DIED
+from shadowkv.wording import GIB, OutOfMemory
 from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
 
@@ -101,6 +103,25 @@ def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
     assert not os.environ and on_cpu.gpu_memory_utilization == pytest.approx(0.2)
     with pytest.raises(OSError, match="engine 1 cannot choose its GPUs"):  # as if CUDA were in use already
         _with_own_memory(EngineConfig(), 1, 2)
+
+
+def test_host_memory_of_all_engines_together(monkeypatch: Any) -> None:
+    monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 25 * GIB)
+    config = EngineConfig(device="cpu", kv="turbo-host", kv_offload_gib=8, host_memory_gib=4)
+    _with_own_memory(config, 0, 2)
+    with pytest.raises(OutOfMemory) as refused:
+        _with_own_memory(config, 0, 3)
+    assert refused.value.as_flags({}) == (
+        "3 engines with --kv-offload-gib 8 and --host-memory-gib 4 each need 36.00 GiB of host memory, 25.00 GiB is "
+        "free. Lower --kv-offload-gib or --host-memory-gib, or --data-parallel-size"
+    )
+
+
+def test_memory_that_is_too_small_for_each_of_several(tiny_model: Path, capsys: Any) -> None:
+    small = ["--device=cpu", "--kv=full", "--load-format=dummy", "--gpu-memory-utilization=1e-9", "--port=0"]
+    assert main([TWO, f"--model={tiny_model}", *small]) == 2
+    error = capsys.readouterr().err
+    assert "2 engines share this machine's memory: a lower --data-parallel-size leaves more for each" in error
 
 
 def test_what_has_no_several_engines_says_what_has(capsys: Any) -> None:
