@@ -22,6 +22,11 @@ SHORT_BYTES = 2**17
 
 UNKNOWN = re.compile(r"unrecognized arguments: (--[\w-]+)")
 
+INVALID = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
+
+KINDS = {"int": "whole number", "float": "number"}
+"""What the error for a flag of this type asks for."""
+
 ENTRY = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w-]+(?:\.[\w-]+)*)(\+?)(?:=(.*))?", re.DOTALL)
 """Matches an argument in vLLM's dotted form: ``--hf-overrides.rope_scaling.factor=4``. It sets one entry of the flag's
 JSON object. A ``+`` after the name appends the value to a list."""
@@ -34,6 +39,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if (unknown := UNKNOWN.match(message)) and (near := self._near(unknown[1])):
             message += f": did you mean {near}?"
+        message = INVALID.sub(lambda found: f"{found[2]} is no {KINDS[found[1]]}", message)
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def format_help(self) -> str:

@@ -51,7 +51,7 @@ def test_help_instead_of_a_policy_lists_policies(arguments, capsys):
         (["serve", "--bad"], "error: unrecognized arguments: --bad (see shadowkv serve --help)"),
         (["eval", "ruler", "--bad"], "error: "),
         (["plan"], "error: the following arguments are required: --context (see shadowkv plan --help)"),
-        (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: invalid int value: 'x' "),
+        (["bench", "serve", "--num-prompts", "x"], "error: argument --num-prompts: 'x' is no whole number "),
         (
             ["serve", "--quality-meter", "3%"],
             "error: argument --quality-meter: '3%' must be a share of steps from 0 to 1",

@@ -9,27 +9,30 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from shadowkv.engine.process.prefix_table import PrefixTable
 from shadowkv.serve.__main__ import main
+from shadowkv.serve.start import start_replicas
 
 ROUTINGS = ("prefix", "random", "one")
 
 
-def follow(file: Path) -> None:
-    """Makes all prefix tables of this process follow the file."""
-    by_prefix, draw = PrefixTable.choose, random.Random(0)
+class RoutedTable(PrefixTable):
+    """Chooses engines by the routing that the file names at the time."""
 
-    def choose(table: PrefixTable, prefix: Sequence[Hashable], loads: Mapping[str, int]) -> str:
-        routing = file.read_text(encoding="utf-8")
+    def __init__(self, file: Path, margin: int) -> None:
+        super().__init__(margin)
+        self._file, self._draw = file, random.Random(0)
+
+    def choose(self, prefix: Sequence[Hashable], loads: Mapping[str, int]) -> str:
+        routing = self._file.read_text(encoding="utf-8")
         if routing == "prefix":
-            return by_prefix(table, prefix, loads)
-        return draw.choice(sorted(loads)) if routing == "random" else min(loads)
-
-    PrefixTable.choose = choose  # type: ignore[method-assign]
+            return super().choose(prefix, loads)
+        return self._draw.choice(sorted(loads)) if routing == "random" else min(loads)
 
 
 if __name__ == "__main__":
-    follow(Path(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    table = partial(RoutedTable, Path(sys.argv[1]))
+    sys.exit(main(sys.argv[2:], start_several=partial(start_replicas, table=table)))

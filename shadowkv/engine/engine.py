@@ -112,6 +112,7 @@ class EngineStats:
             layer has such a state.
         speculation: counts of drafts; None without speculative decoding.
         checked: tokens that the quality meter has checked; None without ``quality_meter``.
+        step_seconds: seconds that the current step has taken so far, if the engine is in a process of its own.
     """
 
     running: int
@@ -124,6 +125,7 @@ class EngineStats:
     checkpoint_bytes: int | None = None
     speculation: SpeculationStats | None = None
     checked: CheckedTokens | None = None
+    step_seconds: float = 0.0
 
 
 class Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shadowkv.engine.outputs import CheckedTokens, RequestTimes
 from shadowkv.engine.sampling_params import SamplingParams
@@ -195,6 +195,10 @@ class RequestLimits:
             if asked > most:
                 every = f", all {asked} of the vocabulary," if count == -1 else ""
                 raise RequestError(f"{name}={count}{every} is more than {most} (--max-logprobs)", name)
+
+
+EngineState = Literal["ok", "stuck", "dead"]
+"""State of an engine. One that is stuck is alive, but does not answer or does not end its step; it may go on later."""
 
 
 class EngineDead(RuntimeError):

@@ -37,10 +37,13 @@ run yet wait in the engine, already tokenized."""
 
 
 def main(
-    argv: Sequence[str] | None = None, start: Callable[[EngineConfig, str | None], EngineProcess] | None = None
+    argv: Sequence[str] | None = None,
+    start: Callable[[EngineConfig, str | None], EngineProcess] | None = None,
+    start_several: Callable[[EngineConfig, int], ReplicaProcesses] | None = None,
 ) -> int:
-    """Runs the command line; returns the exit code. ``start`` starts the engine process (default: ``start_engine``)."""
-    return run_until_stopped(partial(_run, start or start_engine), parse(argv))
+    """Runs the command line; returns the exit code. ``start`` starts the engine process (default: ``start_engine``),
+    ``start_several`` those of several engines (default: ``start_replicas``)."""
+    return run_until_stopped(partial(_run, start or start_engine, start_several or start_replicas), parse(argv))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -83,11 +86,15 @@ def _check_replicas(parser: Parser, args: argparse.Namespace) -> None:
         parser.error(f"{given} takes --api-server-count 1: one HTTP process knows which engine has which prompt")
     if args.compare is not None:
         parser.error(f"{given} does not go with --compare, which has two engines on one GPU")
-    if args.device.startswith("cuda:"):
+    if args.device not in ("auto", "cuda", "cpu"):
         parser.error(f"{given} takes --device auto, cuda or cpu, not {args.device}: each engine has GPUs of its own")
 
 
-def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argparse.Namespace) -> int:
+def _run(
+    start: Callable[[EngineConfig, str | None], EngineProcess],
+    start_several: Callable[[EngineConfig, int], ReplicaProcesses],
+    args: argparse.Namespace,
+) -> int:
     with ExitStack() as stack, stops_repeated():
         try:
             config, settings = EngineConfig.from_args(args), ServerSettings.from_args(args)
@@ -100,7 +107,7 @@ def _run(start: Callable[[EngineConfig, str | None], EngineProcess], args: argpa
                 listener = stack.enter_context(bound_socket(settings))
             process: EngineProcess | ReplicaProcesses
             if args.data_parallel_size > 1:
-                process = start_replicas(config, args.data_parallel_size)
+                process = start_several(config, args.data_parallel_size)
             else:
                 process = start(config, settings.compare)
             stack.callback(process.stop, STOP_SECONDS)  # has no effect if ``serve`` has already stopped the process

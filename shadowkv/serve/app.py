@@ -86,6 +86,8 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        for served in engines.values():
+            served.connect()
         async with batches.running() if app.state.counts.is_first else nullcontext():
             yield
         await background.close()

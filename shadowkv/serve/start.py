@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from shadowkv.command_line import Parser, add_config_file
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process.launch import ENGINE_MODULE, EngineProcess, ReplicaProcesses
+from shadowkv.engine.process.prefix_table import PrefixTable
 from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
@@ -128,9 +129,12 @@ def start_engine(config: EngineConfig, compare: str | None, module: str = ENGINE
     return EngineProcess(config, compare, module)
 
 
-def start_replicas(config: EngineConfig, count: int) -> ReplicaProcesses:
-    """Starts the processes of ``count`` engines of one model, each with its own GPUs. Raises ValueError if there are
-    too many for the machine's cores, or if all would take the same host memory."""
+def start_replicas(
+    config: EngineConfig, count: int, table: Callable[[int], PrefixTable] = PrefixTable
+) -> ReplicaProcesses:
+    """Starts the processes of ``count`` engines of one model, each with its own GPUs. ``table`` as for
+    ``ReplicaClient``. Raises ValueError if there are too many for the machine's cores, or if all would take the same
+    host memory."""
     most = max(MOST_ON_FEW_CORES, len(os.sched_getaffinity(0)))
     if count > most:
         raise ValueError(f"--data-parallel-size {count} is more than {most}, the most engines for this machine's cores")
@@ -139,4 +143,4 @@ def start_replicas(config: EngineConfig, count: int) -> ReplicaProcesses:
             f"--data-parallel-size {count} with --kv {config.kv} needs --host-memory-gib: host memory of each engine"
         )
     print(f"loading {config.model} in {count} engines", file=sys.stderr, flush=True)
-    return ReplicaProcesses(config, count)
+    return ReplicaProcesses(config, count, table)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.replicas import draw_questions, main, parse
-from benchmarks.serving.routed_server import follow
+from benchmarks.serving.routed_server import RoutedTable
 from robustness.tiny_model import tiny_model
-from shadowkv.engine.process.prefix_table import PrefixTable
 
 SIZES = ["--document=128", "--question=16", "--answer=4", "--documents=2", "--rate=50", "--pause=0.05"]
 
@@ -25,10 +24,8 @@ def test_runs_with_one_seed_have_the_same_times_and_documents_of_their_own(tmp_p
     assert len({prompt[:128] for prompt in prompts}) == 4 and len(set(prompts)) == len(prompts) == 12
 
 
-def test_a_routing_that_changes(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(PrefixTable, "choose", PrefixTable.choose)  # is restored
-    follow(file := tmp_path / "routing")
-    table, loads = PrefixTable(1), {"0": 0, "1": 0}
+def test_a_routing_that_changes(tmp_path: Path) -> None:
+    table, loads = RoutedTable(file := tmp_path / "routing", 1), {"0": 0, "1": 0}
     file.write_text("prefix")
     assert len({table.choose("ab", loads) for _ in range(20)}) == 1
     file.write_text("random")

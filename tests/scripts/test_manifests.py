@@ -197,6 +197,9 @@ def test_the_manifest_is_what_helm_makes() -> None:
     [
         (["gpus=2"], "tensor_parallel_size", 2),
         (["gpus=0"], "tensor_parallel_size", 1),
+        (["gpus=2", "flags.data-parallel-size=2"], "data_parallel_size", 2),
+        (["gpus=4", "flags.data-parallel-size=2"], "tensor_parallel_size", 2),
+        (["gpus=2", "flags.data-parallel-size=null"], "data_parallel_size", 1),
         (["flags.enforce-eager=true"], "enforce_eager", True),
         (["flags.max-model-len=1000000"], "max_model_len", 1_000_000),
         (["flags.gpu-memory-utilization=0.95"], "gpu_memory_utilization", 0.95),
@@ -219,7 +222,7 @@ def test_values_become_flags(values: list[str], field: str, expected: object) ->
     assert getattr(args, field) == expected
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     gpus = container["resources"]["limits"].get("nvidia.com/gpu", 1)
-    assert gpus == args.tensor_parallel_size
+    assert gpus == args.tensor_parallel_size * args.data_parallel_size
 
 
 @needs_helm
@@ -232,7 +235,7 @@ def test_servers_that_come_and_go() -> None:
     scaled = made["ScaledObject"]["spec"]
     assert scaled["scaleTargetRef"]["name"] == made["Deployment"]["metadata"]["name"]
     queries = [trigger["metadata"]["query"] for trigger in scaled["triggers"]]
-    assert queries[0] == 'avg(shadowkv:num_requests_waiting{namespace="default",service="shadowkv"})'
+    assert queries[0] == 'avg(sum by (pod) (shadowkv:num_requests_waiting{namespace="default",service="shadowkv"}))'
     monitored = made["ServiceMonitor"]["spec"]
     assert monitored["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert service["metadata"]["labels"][monitored["jobLabel"]] == "shadowkv"
@@ -264,6 +267,10 @@ def test_a_secret_of_the_chart() -> None:
         (["flags.port=80"], "invalid propertyName 'port'"),
         (["flags.enable-prefix-caching=false"], "/flags/enable-prefix-caching"),  # it is no-enable-prefix-caching=true
         (["model="], "/model"),
+        (["gpus=3", "flags.data-parallel-size=2"], "gpus=3 must be a multiple of flags.data-parallel-size=2"),
+        (["flags.data-parallel-size=2"], "gpus=1 must be a multiple of flags.data-parallel-size=2"),
+        (["flags.data-parallel-size=0"], "flags.data-parallel-size=0 must be a whole number of engines, at least 1"),
+        (["flags.data-parallel-size=1.5"], "flags.data-parallel-size=1.5 must be a whole number of engines"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: list[str], refusal: str) -> None:

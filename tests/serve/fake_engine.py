@@ -18,7 +18,7 @@ from shadowkv.engine.outputs import (
     TokenLogprobs,
     TokenSelections,
 )
-from shadowkv.engine.request import EngineBusy, EngineDead, Request, RequestError
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineState, Request, RequestError
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
@@ -136,6 +136,17 @@ class FakeEngine:
     @property
     def engines(self) -> Sequence[FakeEngine]:
         return (self,)
+
+    @property
+    def serves(self) -> bool:
+        return self.is_alive
+
+    @property
+    def state(self) -> EngineState:
+        return "ok" if self.is_alive else "dead"
+
+    def connect(self) -> None:
+        pass
 
     def disconnect(self) -> None:
         pass

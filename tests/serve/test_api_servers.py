@@ -126,7 +126,7 @@ def test_counts_are_of_all_processes(tmp_path: Path) -> None:
     [
         (["--api-server-count=0"], "--api-server-count 0 must be at least 1"),
         ([TWO, "--input=a", "--output=b"], "--api-server-count is for a server, not for a batch run"),
-        (["--api-server-count=two"], "argument --api-server-count: invalid int value: 'two'"),
+        (["--api-server-count=two"], "argument --api-server-count: 'two' is no whole number"),
     ],
 )
 def test_flags_that_are_refused(flags, message, capsys) -> None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import httpx
-import psutil
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from replies import events
-from server_processes import BODY, SECONDS, Server, server
+from server_processes import BODY, SECONDS, server
+from several_engines import KILLED, LONG_ANSWER, LONGER, TWO, Stream, batch_now, batch_of, engines, samples, two_streams
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import EngineStats
@@ -34,89 +32,20 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
 from shadowkv.kvcache.kv_cache import TierUse
+from shadowkv.kvcache.memory import free_memory
 from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.ray.serve import parse as parse_ray
 from shadowkv.serve.__main__ import main, parse
 from shadowkv.serve.process import ENGINE_DIED
+from shadowkv.wording import GIB, OutOfMemory
 from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
 
-TWO = "--data-parallel-size=2"
-LONGER = '--hf-overrides={"max_position_embeddings": 8192}'
-LONG_ANSWER = {"max_tokens": 6000}
-"""An answer that outlasts what a test does meanwhile, also on a busy machine. It needs ``LONGER``."""
 PAGES = 4
-KILLED = "engine {} has died: its process has ended (SIGKILL: the system may have run out of memory)"
-
-
-def engines(one: Server) -> list[psutil.Process]:
-    return [one.engine, *one.workers]
-
-
-def samples(one: Server, name: str, **labels: str) -> dict[str, float]:
-    """Values of a metric by engine."""
-    page = httpx.get(f"{one.url}/metrics", timeout=SECONDS).text
-    found = [each for family in text_string_to_metric_families(page) for each in family.samples]
-    return {
-        each.labels.get("engine", ""): each.value
-        for each in found
-        if each.name == f"shadowkv:{name}" and labels.items() <= each.labels.items()
-    }
 
 
 def document(number: int) -> list[int]:
     return [2 + number] * (PAGES * 64)
-
-
-class Stream:
-    """A stream, which has its first token unless told otherwise, and is read on a thread."""
-
-    def __init__(self, one: Server, **body: Any) -> None:
-        self.text, self._first = "", threading.Event()
-        self._client = httpx.Client(timeout=SECONDS)
-        request = self._client.build_request("POST", f"{one.url}/v1/completions", json={**BODY, "stream": True, **body})
-        self._thread = threading.Thread(target=self._read, args=(request,))
-        self._thread.start()
-
-    def _read(self, request: httpx.Request) -> None:
-        response = self._client.send(request, stream=True)
-        for text in response.iter_text():
-            self.text += text
-            self._first.set()
-        self._first.set()
-
-    def begun(self) -> Stream:
-        assert self._first.wait(SECONDS)
-        return self
-
-    def last(self) -> Any:
-        """Its last event."""
-        self._thread.join(SECONDS)
-        self._client.close()
-        return events(self)[-1]
-
-
-def batch_of(one: Server, lines: int) -> str:
-    """The id of a batch of long requests."""
-    line = {"method": "POST", "url": "/v1/completions", "body": BODY}
-    data = "\n".join(json.dumps({"custom_id": str(number), **line}) for number in range(lines))
-    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": data.encode()}}
-    file = httpx.post(f"{one.url}/v1/files", timeout=SECONDS, **form).json()["id"]
-    about = {"input_file_id": file, "endpoint": "/v1/completions"}
-    id: str = httpx.post(f"{one.url}/v1/batches", json=about, timeout=SECONDS).json()["id"]
-    return id
-
-
-def batch_now(one: Server, id: str) -> Any:
-    return httpx.get(f"{one.url}/v1/batches/{id}", timeout=SECONDS).json()
-
-
-@contextmanager
-def two_streams(one: Server, **body: Any) -> Iterator[list[Stream]]:
-    """One in each engine, since the second goes to the one without work."""
-    streams = [Stream(one, prompt=[40 + number] * 40, **body).begun() for number in range(2)]
-    assert samples(one, "num_requests_running") == {"0": 1.0, "1": 1.0}
-    yield streams
 
 
 @pytest.mark.parametrize(
@@ -127,6 +56,8 @@ def two_streams(one: Server, **body: Any) -> Iterator[list[Stream]]:
         ([TWO, "--api-server-count=2"], "--data-parallel-size 2 takes --api-server-count 1"),
         ([TWO, "--compare=full"], "--data-parallel-size 2 does not go with --compare"),
         ([TWO, "--device=cuda:1"], "takes --device auto, cuda or cpu, not cuda:1"),
+        ([TWO, "--device=gpu"], "takes --device auto, cuda or cpu, not gpu"),
+        (["-dp=1.5"], "--data-parallel-size/-dp: '1.5' is no whole number"),
     ],
 )
 def test_flags_that_are_refused(flags: list[str], message: str, capsys: Any) -> None:
@@ -172,6 +103,25 @@ def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
     assert not os.environ and on_cpu.gpu_memory_utilization == pytest.approx(0.2)
     with pytest.raises(OSError, match="engine 1 cannot choose its GPUs"):  # as if CUDA were in use already
         _with_own_memory(EngineConfig(), 1, 2)
+
+
+def test_host_memory_of_all_engines_together(monkeypatch: Any) -> None:
+    monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 25 * GIB)
+    config = EngineConfig(device="cpu", kv="turbo-host", kv_offload_gib=8, host_memory_gib=4)
+    _with_own_memory(config, 0, 2)
+    with pytest.raises(OutOfMemory) as refused:
+        _with_own_memory(config, 0, 3)
+    assert refused.value.as_flags({}) == (
+        "3 engines with --kv-offload-gib 8 and --host-memory-gib 4 each need 36.00 GiB of host memory, 25.00 GiB is "
+        "free. Lower --kv-offload-gib or --host-memory-gib, or --data-parallel-size"
+    )
+
+
+def test_memory_that_is_too_small_for_each_of_several(tiny_model: Path, capsys: Any) -> None:
+    small = ["--device=cpu", "--kv=full", "--load-format=dummy", "--gpu-memory-utilization=1e-9", "--port=0"]
+    assert main([TWO, f"--model={tiny_model}", *small]) == 2
+    error = capsys.readouterr().err
+    assert "2 engines share this machine's memory: a lower --data-parallel-size leaves more for each" in error
 
 
 def test_what_has_no_several_engines_says_what_has(capsys: Any) -> None:
@@ -293,7 +243,7 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
             httpx.post(f"{one.url}/v1/completions", json=BODY, timeout=0.5)
         wait_until(lambda: samples(one, "num_requests_running") == {"0": 0.0, "1": 0.0})
         with two_streams(one, **LONG_ANSWER) as streams:
-            batch = batch_of(one, 4)
+            batch = batch_of(one, *[BODY] * 4)
             wait_until(lambda: sum(samples(one, "num_requests_running").values()) == 6)
             engines(one)[1].kill()
             lasts = [stream.last() for stream in streams]
@@ -318,7 +268,8 @@ def test_prompts_go_where_their_beginning_is_and_an_engine_that_dies_takes_no_ot
         one.assert_nothing_is_left(family)
         log = one.log.read_text()
         assert log.count(f"ERROR shadowkv.engine.process.launch: {KILLED.format(1)}\n") == 1 and "Traceback" not in log
-        assert "a request of 40 tokens is sent" not in log, "streams that have begun stay where they are"
+        assert "(40 tokens) is sent to another engine" not in log, "streams that have begun stay where they are"
+        assert len(re.findall("(is sent to|begins anew in) another engine", log)) == 2, "the lines that the engine had"
 
 
 def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the_server(tiny_model: Path) -> None:
@@ -335,14 +286,34 @@ def test_requests_without_a_token_go_to_another_engine_and_the_last_one_ends_the
         texts = [reply.json()["choices"][0]["text"] for reply in replies[1::2]]
         texts += ["".join(event["choices"][0]["text"] for event in events(reply)) for reply in replies[::2]]
         assert texts == [alone] * 4
-        log = one.log.read_text()
-        assert log.count("a request of 40 tokens is sent to another engine") == 2
+        moved = re.findall(r"request (\S+) \(40 tokens\) is sent to another engine\n", one.log.read_text())
+        assert len(moved) == 2 and {*moved} < {reply.headers["x-request-id"] for reply in replies}
 
         stream = Stream(one).begun()
         first.kill()
         assert stream.last()["error"]["message"] == KILLED.format(0)
         assert one.http.wait(SECONDS) == ENGINE_DIED
         one.assert_nothing_is_left(family)
+
+
+def test_a_line_whose_engines_die_is_begun_anew_once_and_the_batch_goes_on(tiny_model: Path) -> None:
+    with server(tiny_model, "--data-parallel-size=3", LONGER) as one:
+        batch = batch_of(one, {**BODY, **LONG_ANSWER}, {**BODY, "max_tokens": 2})
+        for _ in range(2):
+            wait_until(lambda: batch_now(one, batch)["request_counts"]["completed"] == 1)
+            wait_until(lambda: [*samples(one, "num_requests_running").values()].count(1.0) == 1)
+            running = samples(one, "num_requests_running")
+            engines(one)[int(max(running, key=running.__getitem__))].kill()
+            wait_until(lambda before=running: samples(one, "num_requests_running").keys() < before.keys())
+        wait_until(lambda: batch_now(one, batch)["status"] == "completed")
+        ended = batch_now(one, batch)
+        assert ended["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        [line] = httpx.get(f"{one.url}/v1/files/{ended['error_file_id']}/content", timeout=SECONDS).text.splitlines()
+        failed = json.loads(line)
+        assert failed["custom_id"] == "0" and failed["response"]["status_code"] == 503
+        assert failed["response"]["body"]["error"]["code"] == "engine_dead"
+        assert one.health() == one.ask(max_tokens=2)[0].status_code == 200, "an engine is left"
+        assert one.log.read_text().count("begins anew in another engine") == 1
 
 
 def test_ctrl_c_ends_all_of_them(tiny_model: Path) -> None:

@@ -364,13 +364,14 @@ def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device", "/secret")
 
 
-def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_no_file(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "copyfileobj", full)
     with client_of_server(storage_dir=str(tmp_path)) as client:
         with pytest.raises(openai.InternalServerError) as caught:
             upload(client, b"x")
         assert caught.value.status_code == 503 and caught.value.code == "storage_failed"
         assert "secret" not in str(caught.value) and not [*tmp_path.glob("files/*")]
+        assert f"{tmp_path / 'files'} cannot be read or written: [Errno 28] No space left" in caplog.text
 
 
 def test_a_full_disk_keeps_no_batch_of_messages(tmp_path, monkeypatch):

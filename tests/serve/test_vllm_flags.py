@@ -169,7 +169,7 @@ def test_a_file_of_flags(tmp_path: Path, capsys: Any) -> None:
         ("config: other.yaml", "there is no flag 'config'"),
         ("- a", "has no flags, as in 'max-model-len: 8192'"),
         ("a: [", "while parsing"),
-        ("port: [1, 2]", "argument --port: invalid int value: '[1, 2]'"),
+        ("port: [1, 2]", "argument --port: '[1, 2]' is no whole number"),
         ("enable-lora: true", "--enable-lora is not supported"),
         ("[" * 100_000, "it is nested too deeply"),
         ("a: &a [x, x]\nb: &b [*a, *a]\n", "an alias (*name): write out what it stands for"),

@@ -20,7 +20,8 @@ from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.facts import EngineFacts
-from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
+from shadowkv.engine.process.heartbeat import Heartbeat
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineState, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -30,6 +31,9 @@ from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, Saved, SaveErro
 from shadowkv.wording import counted
 
 logger = logging.getLogger(__name__)
+
+STATS_SECONDS = 1.5
+"""Time limit in seconds for an engine's statistics. After it the latest ones count."""
 
 DISK_SECONDS = 120.0
 """Time limit in seconds for saving a prompt by name to the disk, and for restoring one from the disk."""
@@ -51,6 +55,7 @@ class ClientRequest:
         prefix: hashes of the prompt's pages, if several engines share the requests (``replicas.py``).
         engine: the client of the engine that serves the request; None before ``generate``.
         moved: whether another engine, which has died, had the request before.
+        log_id: the id of the API request in the server's log.
     """
 
     request_id: str
@@ -65,6 +70,7 @@ class ClientRequest:
     prefix: Sequence[str] = ()
     engine: EngineClient | None = None
     moved: bool = False
+    log_id: str = ""
 
 
 Observe = Callable[[], AbstractContextManager[Callable[[TextOutput], None] | None]]
@@ -143,6 +149,7 @@ class EngineClient:
         tokenizer: the tokenizer of the engine's model.
         folder: the folder of the engine's socket.
         alive: returns whether the engine's process is alive.
+        title: the engine's name in the log.
 
     Attributes:
         stopping: whether the engine is being shut down on purpose.
@@ -153,7 +160,12 @@ class EngineClient:
     """
 
     def __init__(
-        self, facts: EngineFacts, tokenizer: Tokenizer, folder: str, alive: Callable[[], bool] = lambda: True
+        self,
+        facts: EngineFacts,
+        tokenizer: Tokenizer,
+        folder: str,
+        alive: Callable[[], bool] = lambda: True,
+        title: str = "the engine",
     ) -> None:
         self.facts, self.tokenizer, self.folder, self._alive = facts, tokenizer, folder, alive
         self.advice, self.max_concurrency = facts.advice, facts.max_concurrency
@@ -172,6 +184,7 @@ class EngineClient:
         self._answers: dict[str, Answers] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._heartbeat = Heartbeat(title, self._ask_for_beat)
 
     def describe(self) -> list[str]:
         """Lines for a server's start: the model, the policy, and how many sequences of which length fit."""
@@ -186,6 +199,13 @@ class EngineClient:
     def is_alive(self) -> bool:
         """Whether the engine serves requests."""
         return not self._ended and self._alive()
+
+    @property
+    def state(self) -> EngineState:
+        """The engine's state."""
+        if not self.is_alive:
+            return "dead"
+        return "stuck" if self._heartbeat.is_stuck else "ok"
 
     @property
     def serves(self) -> bool:
@@ -204,8 +224,8 @@ class EngineClient:
 
     # -- the sockets ------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        """Opens the sockets on the running event loop, unless they are open there."""
+    def connect(self) -> None:
+        """Opens the sockets on the running event loop, unless they are open there. From then on ``state`` is known."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -227,6 +247,7 @@ class EngineClient:
         self._send(messages.Greeting(messages.VERSION, address))
         for socket in (self._events, self._commands):
             loop.add_reader(socket, self._receive)
+        self._heartbeat.start(loop)
 
     def disconnect(self) -> None:
         """Closes the sockets. Pending requests and questions are never answered."""
@@ -237,6 +258,7 @@ class EngineClient:
                 self._loop.remove_reader(socket)
             socket.close(linger=0)
         self._loop = None
+        self._heartbeat.stop()
         self._answers.clear()
         self._questions.clear()
 
@@ -268,6 +290,8 @@ class EngineClient:
                 answer.fail(EngineBusy(event.message) if event.busy else RequestError(event.message, event.param))
         elif isinstance(event, messages.Ended):
             self._end_all(None if event.error is None else f"the engine has died: {event.error}")
+        elif isinstance(event, messages.Reply) and event.number == self._heartbeat.asked:
+            self._heartbeat.answer(event.value)
         elif (question := self._questions.pop(event.number, None)) is not None and not question.done():
             if isinstance(event, messages.Reply):
                 question.set_result(event.value)
@@ -315,8 +339,14 @@ class EngineClient:
         finally:
             self._forget(question.number)
 
+    def _ask_for_beat(self) -> int | None:
+        if not self.is_alive:
+            return None
+        self._send(messages.Statistics(number := next(self._numbers)))
+        return number
+
     def _number(self) -> int:
-        self._connect()
+        self.connect()
         if not self.is_alive:
             raise self.end()
         return next(self._numbers)
@@ -395,7 +425,7 @@ class EngineClient:
     def begin(self, request: ClientRequest, answers: Answers, save: tuple[int, str] | None = None) -> None:
         """Sends a request to the engine, whose outputs ``answers`` gets; ``save`` as for ``generate``. Raises
         EngineDead."""
-        self._connect()
+        self.connect()
         if not self.is_alive:
             raise self.end()
         request.engine = self
@@ -414,8 +444,18 @@ class EngineClient:
 
     async def stats(self, usage: bool = False) -> EngineStats:
         """Returns the engine's statistics. With ``usage`` they include the share of the KV cache that requests
-        hold. Raises EngineDead."""
-        stats: EngineStats = await self._ask(messages.Statistics(self._number(), usage), None, EngineStats)
+        hold. If the engine does not answer in time, returns the latest ones. Raises EngineDead, also if the engine has
+        never answered."""
+        question, latest = messages.Statistics(self._number(), usage), self._heartbeat.latest
+        if latest is not None and self._heartbeat.is_unanswered:
+            return latest
+        try:
+            stats: EngineStats = await self._ask(question, STATS_SECONDS, EngineStats)
+        except asyncio.TimeoutError:
+            if (latest := self._heartbeat.latest) is None:
+                raise EngineDead("the engine has not answered since its start") from None
+            return latest
+        self._heartbeat.latest = stats
         return stats
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:

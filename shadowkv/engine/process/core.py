@@ -8,11 +8,14 @@ prompts, and refuses bad requests at once, while a step runs.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,6 +67,7 @@ class EngineCore:
         self._error: BaseException | None = None
         self._warm, self._stopping = threading.Event(), threading.Event()
         self._grid: GraphGrid | None = None
+        self._began = math.inf  # when the engine thread began what it does; it may wait for commands forever
         self._router = self._socket(zmq.ROUTER)
         self._router.bind(messages.socket_address(folder, name))
         self._listening, self._hang_up = self._socket(zmq.PAIR), self._socket(zmq.PAIR)
@@ -159,7 +163,8 @@ class EngineCore:
         elif isinstance(command, messages.Abort):
             self._commands.put(partial(self._end, command.request_id, self.engine.abort))
         elif isinstance(command, messages.Statistics):
-            reply = messages.reply(command.number, self.engine.stats(command.usage))
+            stats = replace(self.engine.stats(command.usage), step_seconds=max(0.0, time.monotonic() - self._began))
+            reply = messages.reply(command.number, stats)
             self._router.send_multipart([client, encode(reply)])
         elif isinstance(command, messages.Greeting):
             if command.version == messages.VERSION:
@@ -254,12 +259,7 @@ class EngineCore:
         ran_command = False
         while True:
             try:
-                if self.engine.waits_for_rules and not ran_command:
-                    command = self._commands.get(timeout=HELD_SECONDS)
-                elif self.engine.settling or self._has_spare_time:
-                    command = self._commands.get_nowait()
-                else:
-                    command = self._commands.get(block=not self.engine.has_work)
+                command = self._next_command(ran_command)
             except queue.Empty:
                 if ran_command or not self._has_spare_time:
                     return True
@@ -270,6 +270,17 @@ class EngineCore:
                 return False
             command()
             ran_command = True
+
+    def _next_command(self, ran_command: bool) -> Callable[[], None] | None:
+        self._began = math.inf
+        try:
+            if self.engine.waits_for_rules and not ran_command:
+                return self._commands.get(timeout=HELD_SECONDS)
+            if self.engine.settling or self._has_spare_time:
+                return self._commands.get_nowait()
+            return self._commands.get(block=not self.engine.has_work)
+        finally:
+            self._began = time.monotonic()
 
     @property
     def _has_spare_time(self) -> bool:

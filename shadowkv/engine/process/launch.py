@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shadowkv.engine.child_process import GRACE_SECONDS, ending, start_process
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.held_folder import HeldFolder
+from shadowkv.engine.process.prefix_table import PrefixTable
 
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
@@ -99,7 +100,7 @@ class EngineProcess:
                 tokenizer = tokenizer_from_config(self._config)
                 tokenizer.chat_encoder.prepare()  # takes a second, which would delay the first request
             self._facts = self._answer()
-            self._clients = [EngineClient(facts, tokenizer, self.folder) for facts in self._facts]
+            self._clients = [EngineClient(facts, tokenizer, self.folder, title=self._name) for facts in self._facts]
             failing.pop_all()
         for client in self._clients:
             self.when_it_ends(client.has_ended)
@@ -160,16 +161,17 @@ class ReplicaProcesses:
 
     Args:
         count: number of engines.
-        module: as for ``EngineProcess``.
+        table: as for ``ReplicaClient``.
     """
 
-    def __init__(self, config: EngineConfig, count: int, module: str = ENGINE_MODULE) -> None:
+    def __init__(self, config: EngineConfig, count: int, table: Callable[[int], PrefixTable] = PrefixTable) -> None:
+        self._table = table
         self._processes: list[EngineProcess] = []
         self._clients: list[EngineClient] = []
         with ExitStack() as failing:
             failing.callback(self.stop, 0.0)
             for replica in range(count):
-                self._processes.append(EngineProcess(config, None, module, (replica, count)))
+                self._processes.append(EngineProcess(config, replica=(replica, count)))
             failing.pop_all()
 
     @property
@@ -185,7 +187,7 @@ class ReplicaProcesses:
                 failing.pop_all()
             from shadowkv.engine.process.replicas import ReplicaClient
 
-            self._clients = [ReplicaClient([process.clients[0] for process in self._processes])]
+            self._clients = [ReplicaClient([process.clients[0] for process in self._processes], self._table)]
         return self._clients
 
     def stop(self, seconds: float) -> None:

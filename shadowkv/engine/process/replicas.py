@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from itertools import islice
+from statistics import fmean
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +17,9 @@ import numpy as np
 from shadowkv.engine.engine import EngineStats
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.process.client import Answers, ClientRequest, EngineClient, Observe
+from shadowkv.engine.process.heartbeat import BEAT_SECONDS
 from shadowkv.engine.process.prefix_table import MAX_BLOCKS, PrefixTable, margin_of
-from shadowkv.engine.request import EngineDead
+from shadowkv.engine.request import EngineDead, EngineState
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.page_hashes import origin, page_hashes
@@ -39,14 +41,16 @@ ANY_MODEL = ""
 class ReplicaClient(EngineClient):
     """Sends each request to one of several engines, which ``PrefixTable`` chooses.
 
-    An engine that dies gets no more requests. Those of its requests that have no token yet go to another engine, once,
-    and the others end with its error. This client is dead when all engines are.
+    An engine that is stuck gets no requests while another one is not. An engine that dies gets no more requests. Those
+    of its requests that have no token yet go to another engine, once, and the others end with its error. This client is
+    dead when all engines are.
 
     Args:
         replicas: a client of each engine.
+        table: makes the table that chooses engines, from its margin.
     """
 
-    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+    def __init__(self, replicas: Sequence[EngineClient], table: Callable[[int], PrefixTable] = PrefixTable) -> None:
         # Every engine can serve what the one with the shortest limit can: their GPUs may have had different room.
         least = min(replicas, key=lambda replica: replica.max_model_len)
         super().__init__(least.facts, least.tokenizer, least.folder)
@@ -54,7 +58,7 @@ class ReplicaClient(EngineClient):
         self.max_num_seqs = sum(replica.max_num_seqs for replica in replicas)
         self.max_queued_seqs = sum(replica.max_queued_seqs for replica in replicas)
         self.max_concurrency = sum(replica.max_concurrency for replica in replicas)
-        self._table = PrefixTable(margin_of(least.max_num_seqs))
+        self._table = table(margin_of(least.max_num_seqs))
         for replica in replicas:
             replica.name, replica._numbers = self.name, self._numbers  # by a request's id its outputs find their way
             replica.watch, replica.hand_on = self._watch, self._hand_on
@@ -69,6 +73,20 @@ class ReplicaClient(EngineClient):
     @property
     def is_alive(self) -> bool:
         return any(replica.is_alive for replica in self._replicas)
+
+    @property
+    def serves(self) -> bool:
+        return any(replica.serves for replica in self._replicas)
+
+    @property
+    def state(self) -> EngineState:
+        """The best of the engines' states."""
+        states = {replica.state for replica in self._replicas}
+        return "ok" if "ok" in states else "stuck" if "stuck" in states else "dead"
+
+    def connect(self) -> None:
+        for replica in self._replicas:
+            replica.connect()
 
     def disconnect(self) -> None:
         for replica in self._replicas:
@@ -92,20 +110,22 @@ class ReplicaClient(EngineClient):
         self._chosen(request.prefix).begin(request, answers, save)
 
     def _chosen(self, prefix: Sequence[str]) -> EngineClient:
-        """Chooses an engine. Raises EngineDead if all are dead or are being stopped."""
+        """Chooses an engine, a stuck one only if all are. Raises EngineDead if all are dead or are being stopped."""
         running = {str(number): replica for number, replica in enumerate(self._replicas) if replica.serves}
         if not running:
             raise self._replicas[0].end()
+        running = {name: replica for name, replica in running.items() if replica.state == "ok"} or running
         return running[self._table.choose(prefix, {name: replica.in_flight for name, replica in running.items()})]
 
     def _hand_on(self, request: ClientRequest, answers: Answers) -> bool:
         # A request that is moved a second time may be what the engines die of.
-        if request.moved or request.request_id in answers.begun or not any(one.serves for one in self._replicas):
+        if request.moved or request.request_id in answers.begun or not self.serves:
             return False
         if request.engine is not None and request.engine.stopping:
             return False
         request.moved = True
-        logger.warning("a request of %d tokens is sent to another engine", len(request.prompt_token_ids))
+        tokens = counted(len(request.prompt_token_ids), "token")
+        logger.warning("request %s (%s) is sent to another engine", request.log_id, tokens)
         self.begin(request, answers)
         return True
 
@@ -119,14 +139,17 @@ class ReplicaClient(EngineClient):
     # -- statistics and the prefix cache ----------------------------------------------------------------------------
 
     async def stats(self, usage: bool = False) -> EngineStats:
-        """Returns the sums of the statistics of the engines that are alive, and their mean ``usage``. Of the directory
-        that all engines share, each counts all files: the largest figures count. Raises EngineDead if none is alive."""
+        """Returns the sums of the statistics of the engines that are alive, their mean ``usage``, and the longest
+        ``step_seconds``. Of the directory that all engines share, each counts all files: the largest figures count.
+        Raises EngineDead if none is alive."""
         parts = await self._of_all(lambda replica: replica.stats(usage))
         total: EngineStats = together(parts)
         if disks := [part.prefixes["disk"] for part in parts if "disk" in part.prefixes]:
             shared = {name: max(getattr(disk, name) for disk in disks) for name in SHARED}
             total.prefixes["disk"] = replace(total.prefixes["disk"], **shared)
-        return replace(total, usage=total.usage / len(parts)) if total.usage is not None else total
+        usages = [part.usage for part in parts if part.usage is not None]
+        longest = max(part.step_seconds for part in parts)
+        return replace(total, usage=fmean(usages) if usages else None, step_seconds=longest)
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         parts = await self._of_all(lambda replica: replica.segments(most))
@@ -146,19 +169,28 @@ class ReplicaClient(EngineClient):
     async def expect(self, names: tuple[str, ...], tokens: int) -> bool:
         return all(await self._of_all(lambda replica: replica.expect(names, tokens)))
 
-    async def _of_all(self, ask: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Returns the answers of the engines that are alive and stay so. Raises EngineDead if there are none, and an
-        engine's other errors."""
-        answers = await asyncio.gather(
-            *(ask(replica) for replica in self._replicas if replica.is_alive), return_exceptions=True
-        )
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    async def _of_all(self, ask: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """Returns the answers of the engines that are alive and stay so. Once an engine has answered, those that are
+        stuck are not waited for. Raises EngineDead if there are no answers, and an engine's other errors."""
+        asked = {asyncio.create_task(ask(replica)): replica for replica in self._replicas if replica.is_alive}
+        waiting = set(asked)
+        try:
+            while waiting and not (
+                any(one.exception() is None for one in asked.keys() - waiting)
+                and all(asked[one].state == "stuck" for one in waiting)
+            ):
+                _, waiting = await asyncio.wait(waiting, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        answers = [one for one in asked if one not in waiting]
+        errors = [error for one in answers if (error := one.exception()) is not None]
         for error in errors:
             if not isinstance(error, EngineDead) or len(errors) == len(answers):
                 raise error
         if not answers:
             raise self._replicas[0].end()
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return [one.result() for one in answers if one.exception() is None]
 
 
 def together(parts: Iterable[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.request import EngineBusy, EngineDead
@@ -21,6 +22,9 @@ from shadowkv.serve.responses.routes import Responses
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.serve.http.metrics import Metrics
+    from shadowkv.serve.openai.jobs import Job
+
+logger = logging.getLogger(__name__)
 
 SERVICE_UNAVAILABLE = 503
 BUSY_SECONDS = 0.5
@@ -44,34 +48,39 @@ class LineAnswers:
         self._endpoints = {kind.url: kind(engine.tokenizer, settings) for kind in kinds}
 
     async def record(self, request: LineRequest) -> dict[str, Any]:
-        """Returns the record of a request's answer or error. Raises ApiError if the engine is gone: then no further
-        line can be answered."""
+        """Returns the record of a request's answer or error. Raises ApiError if no engine is left: then no further line
+        can be answered."""
         try:
             status, body = 200, await self._patiently(request)
         except Exception as failure:
             wrong = as_api_error(failure)
-            if wrong.status == SERVICE_UNAVAILABLE:
+            of_this_line = isinstance(failure, EngineDead) and self._engine.serves
+            if wrong.status == SERVICE_UNAVAILABLE and not of_this_line:
                 raise wrong from failure
             status, body = wrong.status, wrong.body(request.url)
         response = {"status_code": status, "request_id": body.get("id", request.id), "body": body}
         return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
     async def _patiently(self, request: LineRequest) -> dict[str, Any]:
-        """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``. If one of several
-        engines dies with the line, and no other engine has taken it over, it is sent anew, once."""
-        lost = False
+        """Returns the answer. While the engine's queue is full, tries again every ``BUSY_SECONDS``. A line whose engine
+        dies begins anew in another one. If that dies, too, the line may be the reason, so EngineDead is raised."""
+        endpoint, moved = self._endpoints[request.url], False
         while True:
+            job = await self._job(request, endpoint)
+            for choice in job.choices:
+                choice.moved = moved
             try:
-                return await self._answer(request)
+                return await endpoint.answer(job)
             except EngineBusy:
                 await asyncio.sleep(BUSY_SECONDS)
             except EngineDead:
-                if lost or not self._engine.is_alive:
+                moved_in_vain = any(one.moved and one.engine and not one.engine.is_alive for one in job.choices)
+                if moved_in_vain or not self._engine.serves:
                     raise
-                lost = True
+                moved = True
+                logger.warning("line %s of a batch begins anew in another engine (request %s)", request.id, job.id)
 
-    async def _answer(self, request: LineRequest) -> dict[str, Any]:
-        endpoint = self._endpoints[request.url]
+    async def _job(self, request: LineRequest, endpoint: Endpoint) -> Job:
         body = await asyncio.to_thread(validated, request.body, endpoint.request_type)
         body.model = self._settings.first_name(body.model)
         if body.stream:
@@ -82,7 +91,7 @@ class LineAnswers:
             raise ApiError("background is not supported in a batch; leave it out", param="background")
         job = await prepare(self._engine, endpoint, body, self._model)
         job.metrics = self._metrics
-        return await endpoint.answer(job)
+        return job
 
 
 async def answer_with(answers: LineAnswers, run: BatchRun, concurrency: int) -> None:

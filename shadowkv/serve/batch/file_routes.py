@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -86,8 +88,8 @@ def file_routes(settings: ServerSettings, store: RecordStore) -> APIRouter:
             form = await request.form(max_files=1, max_fields=FIELDS)
         except MultiPartException as error:
             raise ApiError(f"the form cannot be read: {error.message}") from error
-        except OSError as error:  # long files are written to disk while they are read
-            raise storage_failed(error) from error
+        except OSError as error:  # long files are written to a temporary file while they are read
+            raise storage_failed(Path(tempfile.gettempdir()), error) from error
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str) or not purpose:

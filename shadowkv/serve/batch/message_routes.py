@@ -164,7 +164,7 @@ def _keep(store: RecordStore, owner: str, requests: list[MessageRequest]) -> Rec
         return store.put(owner, "message_batch", id, value, content=size, is_open=True)
     except (ApiError, OSError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise error if isinstance(error, ApiError) else storage_failed(error) from error
+        raise error if isinstance(error, ApiError) else storage_failed(folder, error) from error
 
 
 def _shown(record: Record, request: Request) -> dict[str, Any]:

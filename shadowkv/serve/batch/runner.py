@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 """Seconds between two checks for new batches and for cancelled ones."""
 
+FAILED_SECONDS = 10.0
+"""Seconds until the storage is tried again after it could not be read, which the log says each time."""
+
 BATCH_SECONDS = 24 * 3600
 """Time limit of a batch, as in both APIs; requests without an answer then expire."""
 
@@ -104,7 +107,7 @@ class BatchRunner:
                 logger.error("another server answers the batches in --storage-dir; this server does not")
                 return
             except ApiError:  # logged where it was raised
-                pass
+                await asyncio.sleep(FAILED_SECONDS)
             await asyncio.sleep(POLL_SECONDS)
 
     def _has_ended(self, owner: str, task: asyncio.Task[None]) -> None:

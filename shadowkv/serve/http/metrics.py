@@ -298,6 +298,11 @@ class _EngineFigures(Collector):
         }
         self.stats: EngineStats | None = None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the engine serves requests now."""
+        return self.stats is not None and self._engine.state == "ok"
+
     async def update(self) -> None:
         """Sets ``stats``, to None if the engine is dead."""
         self.stats = None
@@ -313,6 +318,10 @@ class _EngineFigures(Collector):
         yield info
         if stats is None:
             return
+        text = "1 if the engine does not answer, or does not end its step; its figures may then be old. Otherwise 0."
+        stuck = GaugeMetricFamily(f"{self._prefix}:engine_stuck", text, labels=["model_name"])
+        stuck.add_metric([self._model], self._engine.state == "stuck")
+        yield stuck
         for name, text, value in (
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
@@ -401,7 +410,7 @@ class _Engines(Collector):
         self._engines, self._prefix = engines, prefix
 
     def collect(self) -> Iterator[Metric]:
-        yield replicas_gauge(self._prefix, sum(one.stats is not None for one in self._engines))
+        yield replicas_gauge(self._prefix, sum(one.answers for one in self._engines))
         yield from labelled(ENGINE, {str(number): one.collect() for number, one in enumerate(self._engines)})
 
 

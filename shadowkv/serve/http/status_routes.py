@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from shadowkv import __version__
+from shadowkv.engine.request import EngineState
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.routing import Answer, documented
@@ -40,10 +41,10 @@ class ModelList(Answer):
 
 
 class Health(Answer):
-    """Answer of ``/health``, with 503 if all engines are dead. If there are several, it has the status of each."""
+    """Answer of ``/health``, with 503 unless an engine is ok. If there are several, it has the status of each."""
 
-    status: Literal["ok", "dead"]
-    engines: list[Literal["ok", "dead"]] = Field(default_factory=list)
+    status: EngineState
+    engines: list[EngineState] = Field(default_factory=list)
 
 
 class Load(Answer):
@@ -89,10 +90,10 @@ def status_routes(
     @router.post("/ping", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     @router.get("/health", response_model=None, responses={200: {"model": Health}, 503: {"model": Health}})
     async def get_health() -> Response:
-        answer: dict[str, Any] = {"status": _status(engine)}
+        answer: dict[str, Any] = {"status": engine.state}
         if len(engine.engines) > 1:
-            answer["engines"] = [_status(one) for one in engine.engines]
-        return JSONResponse(answer, status_code=200 if engine.is_alive else 503)
+            answer["engines"] = [one.state for one in engine.engines]
+        return JSONResponse(answer, status_code=200 if engine.state == "ok" else 503)
 
     @router.get("/load", **documented(Load, 503))
     async def get_load() -> dict[str, int]:
@@ -111,7 +112,3 @@ def status_routes(
         return Response(await metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=started)
 
     return router
-
-
-def _status(engine: EngineClient) -> str:
-    return "ok" if engine.is_alive else "dead"

@@ -251,6 +251,8 @@ async def _prepare(
         return Job(engine, endpoint.tokenizer, name, request, body, model, choices, reasoning, parsers, echo)
 
     job = await in_turn(current_tenant(), sum(sizes), encode)
+    for choice in job.choices:
+        choice.log_id = job.id if record is None else record.id
     if record is not None:
         record.generation = job
     return job

@@ -93,7 +93,7 @@ class RecordStore:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise storage_failed(error) from error
+            raise storage_failed(folder, error) from error
         with self._transaction(folder) as database:
             for statement in TABLES:
                 database.execute(statement)
@@ -155,7 +155,7 @@ class RecordStore:
             finally:
                 database.close()  # rolls back an uncommitted transaction
         except sqlite3.Error as error:
-            raise storage_failed(error) from error
+            raise storage_failed(root, error) from error
 
     # -- records ---------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class RecordStore:
             folder.mkdir(mode=0o700, exist_ok=True)
             yield path
         except OSError as error:
-            raise storage_failed(error) from error
+            raise storage_failed(folder, error) from error
         finally:
             path.unlink(missing_ok=True)
 
@@ -328,7 +328,7 @@ class RecordStore:
             os.chmod(path, 0o600)
         except OSError as error:
             self.remove(owner, "file", id)
-            raise storage_failed(error) from error
+            raise storage_failed(path.parent, error) from error
         return self.get(owner, "file", id)
 
 
@@ -346,9 +346,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def storage_failed(error: Exception) -> ApiError:
-    """The error for a client; the log has the details, which can contain a path."""
-    logger.error("the storage cannot be read or written: %s", error)
+def storage_failed(folder: Path, error: Exception) -> ApiError:
+    """The error for a client. The log has the details and names the folder."""
+    logger.error("%s cannot be read or written: %s", folder, error)
     return ApiError("the server's storage cannot be read or written now", status=503, code="storage_failed")
 
 

@@ -18,6 +18,12 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if or .Values.autoscaling.enabled (gt (int .Values.replicas) 1) }}yes{{ end }}
 {{- end }}
 
+{{- /* Number of engines of a server. */}}
+{{- define "shadowkv.engines" -}}
+{{- $given := get .Values.flags "data-parallel-size" }}
+{{- if kindIs "invalid" $given }}1{{ else }}{{ $given | toString | default "1" }}{{ end }}
+{{- end }}
+
 {{- /* The server's flags, one a line, behind the image's "shadowkv serve --host 0.0.0.0". */}}
 {{- define "shadowkv.flags" -}}
 - --port=8000
@@ -36,9 +42,9 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 - {{ printf "--%s=%v" $name $value | quote }}
 {{- end }}
 {{- end }}
-{{- $engines := int (default 1 (get (default dict .Values.flags) "data-parallel-size")) }}
-{{- if gt (div (int .Values.gpus) $engines) 1 }}
-- --tensor-parallel-size={{ div (int .Values.gpus) $engines }}
+{{- $each := div (int .Values.gpus) (int (include "shadowkv.engines" .)) }}
+{{- if gt $each 1 }}
+- --tensor-parallel-size={{ $each }}
 {{- end }}
 {{- with .Values.segments }}
 - --kv-disk-dir=/segments
@@ -57,6 +63,13 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- end }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- $engines := include "shadowkv.engines" . }}
+{{- if not (regexMatch "^[1-9][0-9]*$" $engines) }}
+{{- fail (printf "flags.data-parallel-size=%s must be a whole number of engines, at least 1" $engines) }}
+{{- end }}
+{{- if mod (int .Values.gpus) (int $engines) }}
+{{- fail (printf "gpus=%v must be a multiple of flags.data-parallel-size=%s: every engine has as many" .Values.gpus $engines) }}
 {{- end }}
 {{- if and .Values.secret.create (not .Values.secret.apiKeys) }}
 {{- fail "secret.create needs secret.apiKeys: without keys the server would answer anybody" }}
