@@ -20,9 +20,10 @@ MISSED_BEATS = 5
 """An engine is stuck if it leaves a question unanswered for this number of beats. Beats are counted instead of seconds,
 so that the pauses of a client that is itself stopped or busy do not count."""
 
-STEP_SECONDS = 60.0
-"""An engine is stuck if its step takes this long: its device hangs. A step computes a decode step and a piece of a
-prompt, in less than a second on a GPU and in seconds on a CPU."""
+STEP_SECONDS = 300.0
+"""An engine is stuck if its step takes this long: its device hangs. vLLM waits as long
+(``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``). A step takes less than a second on a GPU and seconds on a CPU, but the first one
+of a shape can compile kernels."""
 
 
 class Heartbeat:
