@@ -4,7 +4,7 @@ new figure beside the recorded one, both on the same samples.
     make reproduce                                   # SmolLM2's columns, in results/reproduce
     python -m benchmarks.reproduce --out DIR --length 16384 --samples 2 --kv full
 
-It needs the extra ``eval``, which ``make reproduce`` installs. Qwen's column needs its GGUF file (``--qwen``). A run
+It needs the extra ``eval``, which ``make reproduce`` installs. Qwen's columns need its GGUF file (``--qwen``). A run
 that was stopped continues from its last answer.
 """
 
@@ -62,7 +62,7 @@ class Column:
 
 
 def columns(qwen: Path | None) -> list[Column]:
-    """Returns README's columns. Qwen's column is included only if its file is given."""
+    """Returns README's columns. Qwen's are included only if its file is given."""
     model = ("--model", "smollm2-135m-64k")
     found = [
         Column("SmolLM2-135M", "smollm2_16k", 201, 16384, model),
@@ -70,6 +70,7 @@ def columns(qwen: Path | None) -> list[Column]:
     ]
     if qwen is not None:
         model = ("--model", str(qwen), "--quantization", "none")
+        found.append(Column("Qwen2.5-Coder-1.5B", "qwen_16k", 201, 16384, model))
         found.append(Column("Qwen2.5-Coder-1.5B", "qwen_32k", 201, 32768, model))
     return found
 
