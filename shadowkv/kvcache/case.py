@@ -26,8 +26,8 @@ OF_COMPRESSED_PAGES = ("dense_attention.partial", "find_outliers", "merge_attent
 ``OF_ALL`` or both."""
 OF_WINDOWS = ("dense_attention.windowed", "paged_window_attention")
 """Ops of layers with a window."""
-OF_FULL = "paged_attention"
-"""The op of ``OF_TOKENS`` that layers with a window do not call: they call ``paged_window_attention`` instead."""
+NOT_OF_WINDOWS = ("paged_attention",)
+"""The ops of ``OF_TOKENS`` that layers with a window do not call: they call ``paged_window_attention`` instead."""
 OF_SINKS = ("add_sinks", "dense_attention.partial", "dense_attention.windowed")
 """Ops of models whose softmax has one more position (``ModelShape.sinks``)."""
 OF_POOLED = "pooled_scores"
@@ -61,7 +61,7 @@ def choose_ops(
 def with_other_heads(layout: Layout, case: Case) -> Iterator[Case]:
     """Yields a case for each further size of heads: layers with a window can have heads of their own
     (``LayerKind.heads``). ``case`` is the case of the first group."""
-    ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())} - {OF_FULL}
+    ops = {*OF_TOKENS, *OF_WINDOWS, *(OF_SINKS if layout.shape.sinks else ())} - {*NOT_OF_WINDOWS}
     for heads in dict.fromkeys(group.shape.heads for group in layout.groups):
         if heads != layout.shape.heads:
             ropes = [group.rope for group in layout.groups if group.shape.heads == heads and group.rope is not None]

@@ -1,7 +1,8 @@
 // Queries for the kernels that search a key sketch: mapped, divided by their original length, as 8-bit whole numbers in
 // bytes, and as 4-bit numbers in bit planes. A block computes up to eight queries of one row and kv head, which share a
 // map; the map's bytes, 32 KiB at head dim 128, are in flight while the previous launch is still running. More than eight
-// are halves, of two blocks: the second takes the map from the L2 cache. Of more than 256 dimensions a block has four.
+// are halves, of two blocks: the second takes the map from the L2 cache. With more than 256 dimensions a block has four
+// queries.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -207,8 +208,9 @@ cudaError_t launch_sketch_queries(SketchQueries p, cudaStream_t stream) {
   constexpr int kMost = kWords == 16 ? 4 : 8;
   const int blocks = (p.group + kMost - 1) / kMost;
   p.share = (p.group + blocks - 1) / blocks;
-  return p.share > 4 ? launch_sketch_queries<T, kWords, kMost>(p, stream)
-                     : launch_sketch_queries<T, kWords, 4>(p, stream);
+  if constexpr (kMost > 4)
+    if (p.share > 4) return launch_sketch_queries<T, kWords, kMost>(p, stream);
+  return launch_sketch_queries<T, kWords, 4>(p, stream);
 }
 
 // By bytes of a row: 8, 16, 32 or 64.

@@ -35,6 +35,10 @@ from shadowkv.engine.scheduling.sparse_drafts import cut_back
 from shadowkv.engine.selections import SelectionRecord
 from shadowkv.engine.speculation.speculation import Speculation
 
+MOST_IDLE = 0.01
+"""A longer gap between two steps, in seconds, is no wait for the host but the time of a prompt, if it is also longer than
+the step after it."""
+
 
 class DecodeSteps:
     """Launches steps of the scheduler's running sequences and returns their tokens.
@@ -67,6 +71,7 @@ class DecodeSteps:
         self._behind: _Step | None = None
         self._drafted: DraftedRows | None = None
         self._last: Mark | None = None
+        self._cost: tuple[list[int], int, float] | None = None  # of the last step, if it had drafts of the host
         self.held = HeldRows(runner, scheduler)
 
     @property
@@ -133,8 +138,7 @@ class DecodeSteps:
             else:
                 self.seconds = seconds
                 if self.speculation is not None and not step.eager:
-                    computed = step.computed.since(step.started)
-                    self.speculation.took(step.lengths, len(step.logits), computed + self._idle_before(step, computed))
+                    self._took(self.speculation, step)
         self._last = step.ended
         if step.checked is not None and self.meter is not None:
             step.computed.wait()
@@ -143,15 +147,21 @@ class DecodeSteps:
             self.meter.take(alive, step.checked.kl.tolist())
         return joined(chosen, before)
 
-    def _idle_before(self, step: _Step, computed: float) -> float:
-        """Seconds for which the device waited for the host before a step with drafts that would have been launched
-        ahead without them. 0 for other steps: their gaps are not the cost of drafts. A gap longer than the step itself
-        (``computed`` seconds) is no wait but a prompt."""
-        ahead = self.run_ahead and step.on_device
-        if not (ahead and step.drafts) or self._last is None or self.speculation is None:
-            return 0.0
-        gap = step.started.since(self._last) if self.speculation.drafts_on_host else 0.0
-        return gap if gap < computed else 0.0
+    def _took(self, speculation: Speculation, step: _Step) -> None:
+        """Records the time of a step. Drafts of the host also cost the time for which the device waits before and after
+        a step with drafts: without them, that step and the next one would have been launched ahead."""
+        computed, idle, last = step.computed.since(step.started), 0.0, self._last
+        if last is not None and self.run_ahead and step.on_device and speculation.drafts_on_host:
+            idle = step.started.since(last)
+            idle = idle if idle < max(computed, MOST_IDLE) else 0.0
+        if self._cost is not None:
+            lengths, rows, seconds = self._cost
+            speculation.took(lengths, rows, seconds + idle)
+            self._cost, idle = None, 0.0
+        if step.drafts and speculation.drafts_on_host:
+            self._cost = step.lengths, len(step.logits), computed + idle
+        else:
+            speculation.took(step.lengths, len(step.logits), computed)
 
     def prompted(self, prompts: Sequence[Running]) -> None:
         """Must be called when a prefill of ``prompts`` has ended, before another pass."""
