@@ -22,6 +22,9 @@ import numpy as np
 
 from shadowkv.models.sources import resolve
 
+MODELS = "qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b"
+"""The dense hybrids of the catalogue."""
+
 NORMAL = 1
 """Type of the further tokens. llama.cpp sends nothing for a token of type unused."""
 
@@ -131,16 +134,25 @@ def write(config: Any, tokenizer: gguf.GGUFReader, path: Path, seed: int) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3.5-0.8b", help="of the catalogue (default: %(default)s)")
-    parser.add_argument("--tokenizer", required=True, help="GGUF file with a tokenizer of as many tokens or fewer")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.peer.random_gguf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", type=Path, required=True, help="GGUF file with a tokenizer of as many tokens or fewer"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="GGUF file to write")
     args = parser.parse_args(argv)
-    config = SimpleNamespace(**json.loads(resolve(args.model, weights=False).read_text()))
-    if config.model_type != "qwen3_5_text" or config.num_hidden_layers % 4:
-        parser.error(f"--model {args.model} is of type {config.model_type}, not a dense hybrid of type qwen3_5_text")
-    write(config, gguf.GGUFReader(args.tokenizer), args.out, args.seed)
+    if not args.out.parent.is_dir():
+        parser.error(f"--out {args.out}: there is no folder {args.out.parent}")
+    try:
+        tokenizer = gguf.GGUFReader(args.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.error(f"--tokenizer {args.tokenizer} cannot be read as a GGUF file: {error}")
+    write(SimpleNamespace(**json.loads(resolve(args.model, weights=False).read_text())), tokenizer, args.out, args.seed)
     return 0
 
 

@@ -293,8 +293,8 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
 
 
 def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. A step with drafts costs
-    the waits before and after it. Where the host chooses tokens, every step waits, so drafts cost nothing more."""
+    """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. A step with drafts
+    costs the waits before and after it. Where the host chooses tokens, every step waits."""
 
     class Mark:
         now = 0.0

@@ -315,6 +315,7 @@ class EngineClient:
         if self._ended:
             return
         self._ended, self._error = True, error
+        self._heartbeat.stop()
         lost, self._answers = self._answers, {}
         for name, answers in lost.items():
             if name in answers.unfinished and not self.hand_on(answers.requests[name], answers):

@@ -22,8 +22,8 @@ so that the pauses of a client that is itself stopped or busy do not count."""
 
 STEP_SECONDS = 300.0
 """An engine is stuck if its step takes this long: its device hangs. vLLM waits as long
-(``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``). A step takes less than a second on a GPU and seconds on a CPU, but the first one
-of a shape can compile kernels."""
+(``VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS``). A step takes less than a second on a GPU and seconds on a CPU, but the first
+one of a shape can compile kernels."""
 
 
 class Heartbeat:

@@ -36,8 +36,8 @@ from shadowkv.engine.selections import SelectionRecord
 from shadowkv.engine.speculation.speculation import Speculation
 
 MOST_IDLE = 0.01
-"""A longer gap between two steps, in seconds, is no wait for the host but the time of a prompt, if it is also longer than
-the step after it."""
+"""A longer gap between two steps, in seconds, is no wait for the host but the time of a prompt, if it is also longer
+than the step after it."""
 
 
 class DecodeSteps:
