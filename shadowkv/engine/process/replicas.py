@@ -142,7 +142,7 @@ class ReplicaClient(EngineClient):
         """Returns the sums of the statistics of the engines that are alive, their mean ``usage``, and the longest
         ``step_seconds``. Of the directory that all engines share, each counts all files: the largest figures count.
         Raises EngineDead if none is alive."""
-        parts = await self._of_all(lambda replica: replica.stats(usage))
+        parts = await self._of_all(lambda replica: replica.stats(usage), in_time=True)
         total: EngineStats = together(parts)
         if disks := [part.prefixes["disk"] for part in parts if "disk" in part.prefixes]:
             shared = {name: max(getattr(disk, name) for disk in disks) for name in SHARED}
@@ -169,16 +169,17 @@ class ReplicaClient(EngineClient):
     async def expect(self, names: tuple[str, ...], tokens: int) -> bool:
         return all(await self._of_all(lambda replica: replica.expect(names, tokens)))
 
-    async def _of_all(self, ask: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _of_all(self, ask: Callable[[EngineClient], Coroutine[Any, Any, T]], in_time: bool = False) -> list[T]:
         """Returns the answers of the engines that are alive and stay so. Once an engine has answered, those that are
-        stuck are not waited for. Raises EngineDead if there are no answers, and an engine's other errors."""
+        stuck are not waited for, unless ``ask`` ends in time for them, too (``in_time``). Raises EngineDead if there
+        are no answers, and an engine's other errors."""
         asked = {asyncio.create_task(ask(replica)): replica for replica in self._replicas if replica.is_alive}
         waiting = set(asked)
         try:
-            while waiting and not (
-                any(one.exception() is None for one in asked.keys() - waiting)
-                and all(asked[one].state == "stuck" for one in waiting)
-            ):
+            while waiting:
+                answered = any(one.exception() is None for one in asked.keys() - waiting)
+                if answered and not in_time and all(asked[one].state == "stuck" for one in waiting):
+                    break
                 _, waiting = await asyncio.wait(waiting, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for one in waiting:
