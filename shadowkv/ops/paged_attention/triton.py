@@ -37,7 +37,7 @@ def supports(case: Case) -> list[str]:
     return [
         *unless_one_of(case.dtype, (torch.bfloat16, torch.float16)),
         *unless_one_of(case.head_dim, DIMS, "head dim"),
-        *unless(case.block_memory >= BLOCK_BYTES, memory),
+        *unless(case.head_dim not in DIMS or case.block_memory >= BLOCK_BYTES, memory),
     ]
 
 
