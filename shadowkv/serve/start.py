@@ -20,6 +20,7 @@ from shadowkv.engine.vllm_flags import add_vllm_flags, vllm_notes
 from shadowkv.serve.http.settings import ServerSettings
 from shadowkv.serve.process import allow_open_files
 from shadowkv.settings import add_flags
+from shadowkv.wording import GIB
 
 MOST_ON_FEW_CORES = 8
 """Maximum number of engines on a machine of up to as many cores; on others one engine for each core."""
@@ -133,8 +134,8 @@ def start_replicas(
     config: EngineConfig, count: int, table: Callable[[int], PrefixTable] = PrefixTable
 ) -> ReplicaProcesses:
     """Starts the processes of ``count`` engines of one model, each with its own GPUs. ``table`` as for
-    ``ReplicaClient``. Raises ValueError if there are too many for the machine's cores, or if all would take the same
-    host memory."""
+    ``ReplicaClient``. Raises ValueError if there are too many for the machine's cores, if all would take the same host
+    memory, or if together they would take more than is free."""
     most = max(MOST_ON_FEW_CORES, len(os.sched_getaffinity(0)))
     if count > most:
         raise ValueError(f"--data-parallel-size {count} is more than {most}, the most engines for this machine's cores")
@@ -142,5 +143,26 @@ def start_replicas(
         raise ValueError(
             f"--data-parallel-size {count} with --kv {config.kv} needs --host-memory-gib: host memory of each engine"
         )
+    _check_host_memory(config, count)
     print(f"loading {config.model} in {count} engines", file=sys.stderr, flush=True)
     return ReplicaProcesses(config, count, table)
+
+
+def _check_host_memory(config: EngineConfig, count: int) -> None:
+    """Raises ValueError if ``count`` engines together would take more host memory than is free. Each engine checks only
+    its own."""
+    given: dict[str, float | None] = {"--kv-offload-gib": config.kv_offload_gib}
+    if config.spec().place == "host":
+        given["--host-memory-gib"] = config.host_memory_gib
+    taken = {flag: gib for flag, gib in given.items() if gib}
+    if not taken:
+        return
+    from shadowkv.kvcache.memory.free_memory import free_host_bytes
+
+    needed, free = count * sum(taken.values()), free_host_bytes() / GIB
+    if needed > free:
+        each = " and ".join(f"{flag} {gib:g}" for flag, gib in taken.items())
+        raise ValueError(
+            f"{count} engines with {each} each need {needed:.2f} GiB of host memory, {free:.2f} GiB is free. Lower "
+            f"{' or '.join(taken)}, or --data-parallel-size"
+        )

@@ -56,6 +56,26 @@ def draft_by(patch: pytest.MonkeyPatch, drafts: Drafts) -> None:
     patch.setattr(speculation, "_Drafts", Given)
 
 
+def clock_of_steps(patch: pytest.MonkeyPatch) -> Any:
+    """Gives steps and draft steps a clock of their own: its ``now`` is what their marks measure."""
+
+    class Mark:
+        now = 0.0
+
+        def __init__(self, device: Any) -> None:
+            self.at = Mark.now
+
+        def wait(self) -> None:
+            pass
+
+        def since(self, other: Any) -> float:
+            return float(self.at - other.at)
+
+    for module in ("model_drafts", "decode_steps"):
+        patch.setattr(f"shadowkv.engine.scheduling.{module}.Mark", Mark)
+    return Mark
+
+
 def mostly(answers: dict[str, list[int]], right: float = 0.8) -> Drafts:
     """Drafts of the known ``answers`` by request id, each token right with this probability."""
     draw = random.Random(4)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import KINDS, PLAIN, SEEDED, counts, said
+from drafting import KINDS, PLAIN, SEEDED, clock_of_steps, counts, said
 from folding_ops import fold
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
@@ -58,26 +58,11 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep_time(engine: Engine, patch: pytest.MonkeyPatch, cost: float) -> None:
     """Gives decode steps a clock: a draft step takes ``cost``, another 1, and 0.01 for each row after its first."""
-
-    class Mark:
-        now = 0.0
-
-        def __init__(self, device: Any) -> None:
-            self.at = Mark.now
-
-        def wait(self) -> None:
-            pass
-
-        def since(self, other: Any) -> float:
-            return float(self.at - other.at)
-
-    for module in ("model_drafts", "decode_steps"):
-        patch.setattr(f"shadowkv.engine.scheduling.{module}.Mark", Mark)
-    decode = engine.runner.decode
+    clock, decode = clock_of_steps(patch), engine.runner.decode
 
     def timed(*given: Any) -> Any:
         logits = decode(*given)
-        Mark.now += cost if len(given) == 7 and given[6] else 1 + 0.01 * (len(logits) - 1)
+        clock.now += cost if len(given) == 7 and given[6] else 1 + 0.01 * (len(logits) - 1)
         return logits
 
     patch.setattr(engine.runner, "decode", timed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import KINDS, PLAIN, SEEDED, SUFFIX, counts, draft_by, mostly, said
+from drafting import KINDS, PLAIN, SEEDED, SUFFIX, clock_of_steps, counts, draft_by, mostly, said
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
@@ -295,26 +295,13 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
 def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. A step with drafts
     costs the waits before and after it. Where the host chooses tokens, every step waits."""
-
-    class Mark:
-        now = 0.0
-
-        def __init__(self, device: Any) -> None:
-            self.at = Mark.now
-
-        def wait(self) -> None:
-            pass
-
-        def since(self, other: Any) -> float:
-            return float(self.at - other.at)
-
-    monkeypatch.setattr("shadowkv.engine.scheduling.decode_steps.Mark", Mark)
+    clock = clock_of_steps(monkeypatch)
     draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 3))
     engine = make(kv="full", speculative_config=SUFFIX)
     engine.decode_steps.run_ahead, decode = True, engine.runner.decode
 
     def timed(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
-        Mark.now += 1
+        clock.now += 1
         return decode(sequences, last, sources, *others)
 
     drafting = engine.decode_steps.speculation
@@ -322,7 +309,7 @@ def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: 
     drafts, taken = drafting.drafts, list[tuple[int, float]]()
 
     def slow(*given: Any) -> Any:
-        Mark.now += 0.25
+        clock.now += 0.25
         return drafts(*given)
 
     monkeypatch.setattr(engine.runner, "decode", timed)

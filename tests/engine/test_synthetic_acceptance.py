@@ -56,8 +56,9 @@ def within(found: int, drawn: int, rate: float) -> bool:
 
 @pytest.mark.parametrize("rates", [[0.8, 0.64, 0.512], [0.9, 0.3, 0.3], [1.0, 0.5, 0.0], [0.0, 0.0, 0.0]])
 def test_rates_are_met_at_each_place_of_a_draft(rates: list[float]) -> None:
-    given = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-    conditional = SpeculativeConfig("mtp", 3, **given).conditional_rates  # type: ignore[arg-type]
+    conditional = SpeculativeConfig(
+        "mtp", 3, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates
+    ).conditional_rates
     assert conditional is not None
     lengths = []
     for seed in range(10):

@@ -35,9 +35,10 @@ from shadowkv.kvcache.kv_cache import TierUse
 from shadowkv.kvcache.memory import free_memory
 from shadowkv.prefix_cache.stats import TierStats
 from shadowkv.ray.serve import parse as parse_ray
+from shadowkv.serve import start
 from shadowkv.serve.__main__ import main, parse
 from shadowkv.serve.process import ENGINE_DIED
-from shadowkv.wording import GIB, OutOfMemory
+from shadowkv.wording import GIB
 from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
 
@@ -108,10 +109,11 @@ def test_gpus_that_are_not_there(monkeypatch: Any) -> None:
 def test_host_memory_of_all_engines_together(monkeypatch: Any) -> None:
     monkeypatch.setattr(free_memory, "free_host_bytes", lambda: 25 * GIB)
     config = EngineConfig(device="cpu", kv="turbo-host", kv_offload_gib=8, host_memory_gib=4)
-    _with_own_memory(config, 0, 2)
-    with pytest.raises(OutOfMemory) as refused:
-        _with_own_memory(config, 0, 3)
-    assert refused.value.as_flags({}) == (
+    monkeypatch.setattr(start, "ReplicaProcesses", lambda config, count, table: count)
+    assert start.start_replicas(config, 2) == 2
+    with pytest.raises(ValueError) as refused:
+        start.start_replicas(config, 3)
+    assert str(refused.value) == (
         "3 engines with --kv-offload-gib 8 and --host-memory-gib 4 each need 36.00 GiB of host memory, 25.00 GiB is "
         "free. Lower --kv-offload-gib or --host-memory-gib, or --data-parallel-size"
     )

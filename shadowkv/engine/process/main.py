@@ -27,7 +27,7 @@ from shadowkv.engine.process.core import EngineCore
 from shadowkv.engine.process.facts import EngineFacts, Launch, Left, NotStarted, run_script
 from shadowkv.engine.request import EngineDead
 from shadowkv.log_format import set_up_log
-from shadowkv.wording import GIB, OutOfMemory, SettingsError
+from shadowkv.wording import OutOfMemory, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +100,11 @@ def load_cores(launch: Launch) -> list[EngineCore]:
 def _with_own_memory(config: EngineConfig, replica: int, replicas: int) -> EngineConfig:
     """Returns the config of one of ``replicas`` engines, and hides the GPUs of the others from this process and its
     children: engine 0 has the first ``tensor_parallel_size`` visible ones, and so on. On a CPU an engine has its part
-    of the share of free memory that one engine would take. Raises ValueError if there are too few GPUs, and OutOfMemory
-    if all engines together would take more host memory than is free."""
+    of the share of free memory that one engine would take. Raises ValueError if there are too few GPUs."""
     import torch
 
     from shadowkv.engine.startup.sizing import DEFAULT_UTILIZATION
 
-    _check_host_memory(config, replicas)
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.device_count()):
         share = config.gpu_memory_utilization or DEFAULT_UTILIZATION["cpu"]
         return replace(config, gpu_memory_utilization=share / replicas)
@@ -123,25 +121,6 @@ def _with_own_memory(config: EngineConfig, replica: int, replicas: int) -> Engin
     if torch.cuda.device_count() != each:
         raise OSError(f"engine {replica} cannot choose its GPUs, because its process has used CUDA before")
     return config
-
-
-def _check_host_memory(config: EngineConfig, replicas: int) -> None:
-    """Raises OutOfMemory if ``replicas`` engines together would take more host memory than is free: each checks for
-    itself alone."""
-    from shadowkv.engine.startup.sizing import in_gib
-    from shadowkv.kvcache.memory.free_memory import free_host_bytes
-
-    taken = {"kv_offload_gib": config.kv_offload_gib or 0.0}
-    if config.spec().place == "host":
-        taken["host_memory_gib"] = config.host_memory_gib or 0.0
-    needed, free = int(replicas * sum(taken.values()) * GIB), free_host_bytes()
-    if needed > free:
-        each = " and ".join(f"{name}={gib:g}" for name, gib in taken.items() if gib)
-        raise OutOfMemory(
-            f"{replicas} engines with {each} each need {in_gib(needed)} of host memory, {in_gib(free)} is free. "
-            f"Lower {' or '.join(name for name, gib in taken.items() if gib)}, or --data-parallel-size",
-            taken,
-        )
 
 
 def _started(core: EngineCore) -> EngineCore:
