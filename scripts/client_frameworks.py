@@ -68,7 +68,7 @@ def with_pydantic_ai(url: str, model: str) -> Cases:
     document = BinaryContent(b"The capital of France is Paris.", media_type="text/plain")
     return {
         "chat": lambda: said(agent().run_sync(QUESTION).output),
-        "stream": lambda: streamed(iter(run(pieces()))),
+        "stream": lambda: streamed(lambda: run(pieces())),
         "tools": lambda: is_capital(agent(output_type=Capital).run_sync(QUESTION).output),
         "structured output": lambda: is_capital(agent(output_type=NativeOutput(Capital)).run_sync(QUESTION).output),
         "document": lambda: said(agent().run_sync([QUESTION, document]).output),
@@ -94,7 +94,7 @@ def with_llama_index(url: str, model: str) -> Cases:
 
     return {
         "chat": lambda: said(served.chat(ask).message.content),
-        "stream": lambda: streamed(piece.delta for piece in served.stream_chat(ask)),
+        "stream": lambda: streamed(lambda: (piece.delta for piece in served.stream_chat(ask))),
         "tools": tools,
         "structured output": lambda: is_capital(served.as_structured_llm(Capital).chat(ask).raw),
     }
@@ -131,7 +131,7 @@ def with_openai_agents(url: str, model: str) -> Cases:
 
     return {
         "chat": lambda: said(run(Runner.run(agent(), QUESTION)).final_output),
-        "stream": lambda: streamed(iter(run(pieces()))),
+        "stream": lambda: streamed(lambda: run(pieces())),
         "tools": tools,
         "structured output": lambda: is_capital(run(Runner.run(agent(output_type=Capital), QUESTION)).final_output),
         "document": document,
@@ -166,7 +166,7 @@ def with_haystack(url: str, model: str) -> Cases:
 
     return {
         "chat": lambda: said(ask().text),
-        "stream": lambda: streamed(pieces()),
+        "stream": lambda: streamed(pieces),
         "tools": tools,
         "structured output": lambda: is_capital(
             Capital.model_validate_json(ask(generation={"response_format": Capital}).text)
@@ -190,7 +190,7 @@ def with_smolagents(url: str, model: str) -> Cases:
     form = {"type": "json_schema", "json_schema": {"name": "capital", "schema": Capital.model_json_schema()}}
     return {
         "chat": lambda: said(served.generate(ask).content),
-        "stream": lambda: streamed(piece.content for piece in served.generate_stream(ask)),
+        "stream": lambda: streamed(lambda: (piece.content for piece in served.generate_stream(ask))),
         "tools": tools,
         "structured output": lambda: is_capital(
             Capital.model_validate_json(served.generate(ask, response_format=form).content)
@@ -243,7 +243,7 @@ def with_autogen(url: str, model: str) -> Cases:
 
     return {
         "chat": lambda: said(run(client().create(ask)).content),
-        "stream": lambda: streamed(iter(run(pieces()))),
+        "stream": lambda: streamed(lambda: run(pieces())),
         "tools": tools,
         "structured output": lambda: is_capital(
             Capital.model_validate_json(run(client().create(ask, json_output=Capital)).content)
