@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from benchmarks.ops.selection.sketch_selection import selected_by
 from benchmarks.selection.__main__ import Follower, main, rows_of, summarise
 from benchmarks.selection.rules import FORMER, RULES, TAKEN, ByRule, Rule, chances
+from benchmarks.selection.touched import STEPS, Touched, follow
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
@@ -66,6 +68,23 @@ def test_rows_follow_full_attention(tmp_path, capsys, monkeypatch) -> None:
     printed = capsys.readouterr().out
     assert printed.count("| unit | halves | 1 | 960 | ") == 2
     assert printed.count(f" | {100 * errors[FORMER]:.2f} | 1.00 (1.00 to 1.00) |") == 2
+
+
+def test_touched_tokens_are_those_that_steps_have_selected() -> None:
+    touched = Touched()
+    batch = SimpleNamespace(num_chunks=torch.tensor([128]))
+    for tokens in ([[[0, 1, -1], [127, -1, -1]]], [[[1, 2, 130], [126, 127, -1]]]):
+        selection = SimpleNamespace(chunks=torch.tensor(tokens))
+        assert touched(0, None, batch, selection) is selection
+        batch.num_chunks += 64  # a page was compressed
+    assert touched.shares() == {"values": 5 / 256, "value_pages": 0.5, "latents": 5 / 128, "latent_pages": 1.0}
+    with tiny_model() as path:
+        loaded = load_from_config(EngineConfig(model=str(path), max_model_len=2048, load_format="dummy"))
+    shares = follow(loaded, torch.randint(5, 128, (1500,)).tolist(), 1700)
+    assert [*shares] == [*STEPS]
+    for name in ("values", "latents"):
+        found = [shares[steps][name] for steps in STEPS]
+        assert 0 < found[0] < found[-1] <= 1 and found == sorted(found)
 
 
 def test_files_of_earlier_versions_are_refused(tmp_path, capsys) -> None:
