@@ -124,7 +124,9 @@ REFUSED = {
         "--data-parallel-start-rank -dpr N, --data-parallel-address -dpa N, --data-parallel-rpc-port -dpp N, "
         "--data-parallel-hybrid-lb -dph, --data-parallel-external-lb -dpe"
     ),
-    "the cache is split across GPUs by heads only": "--decode-context-parallel-size -dcp N=1",
+    "heads are split across GPUs, tokens are not; --data-parallel-size N uses more GPUs": (
+        "--decode-context-parallel-size -dcp N=1"
+    ),
     "--enable-expert-parallel gives each GPU whole experts, which stay there": "--enable-eplb, --enable-dbo",
     "an engine uses the GPUs of one machine; replicas can run on several: shadowkv ray serve --replicas N": (
         "--nnodes -n N=1, --node-rank -r N=0, --master-addr N=127.0.0.1, --headless"

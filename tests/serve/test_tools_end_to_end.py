@@ -83,17 +83,21 @@ def test_the_model_chooses_among_tools_and_arguments(client):
 def test_a_stream_equals_the_answer(client):
     (whole,) = ask(client, tool_choice=NAMED).choices[0].message.tool_calls
     assert json.loads(whole.function.arguments)["city"] in CITIES
-    name, pieces, reason = None, [], None
-    for chunk in ask(client, stream=True, tool_choice=NAMED):
-        reason = chunk.choices[0].finish_reason or reason
-        for part in chunk.choices[0].delta.tool_calls or ():
-            assert part.index == 0
-            if name is None:
-                assert part.id and part.type == "function"
-                name = part.function.name
-            pieces.append(part.function.arguments)
-    assert (name, "".join(pieces)) == (whole.function.name, whole.function.arguments)
-    assert reason == "tool_calls" and len(pieces) > 2
+    for _ in range(3):  # a server sends what has waited as one piece, and on a busy machine all can have waited
+        name, pieces, reason = None, [], None
+        for chunk in ask(client, stream=True, tool_choice=NAMED):
+            reason = chunk.choices[0].finish_reason or reason
+            for part in chunk.choices[0].delta.tool_calls or ():
+                assert part.index == 0
+                if name is None:
+                    assert part.id and part.type == "function"
+                    name = part.function.name
+                pieces.append(part.function.arguments)
+        assert (name, "".join(pieces)) == (whole.function.name, whole.function.arguments)
+        assert reason == "tool_calls"
+        if len(pieces) > 2:
+            break
+    assert len(pieces) > 2
 
 
 def test_text_where_calls_are_read_has_its_special_tokens(client):
