@@ -3,8 +3,9 @@
 A prompt that is restored from a file could leave on the disk what no step has selected yet. What this could save
 depends on how much of it the first steps select. Results are rows of a CSV file, one for each prompt and number of
 steps: the share of values (of tokens and kv heads) and of latents (of tokens, for all kv heads together) that a step
-has selected so far, and the share of pages of 64 tokens that have any of these. Prompts that the file already has are
-not measured again. ``--summary`` prints means over prompts.
+has selected so far, and the share of pages of 64 tokens that have any of these. With ``--kv turbo:budget=0.0104`` a step
+selects the share of tokens that it selects of 100,000 tokens or more. Prompts that the file already has are not
+measured again. ``--summary`` prints means over prompts.
 
     python -m benchmarks.selection.touched --model smollm2-135m-64k --length 16384 --prompts 1 --out FILE
     python -m benchmarks.selection.touched --out FILE --summary
@@ -31,7 +32,7 @@ from shadowkv.eval.running.caches import open_cache_as, prefill_all
 from shadowkv.kvcache.kv_cache import KVCache
 from shadowkv.kvcache.memory.compressed import CompressedBatch
 from shadowkv.kvcache.parts.base import Selection
-from shadowkv.kvcache.policy.spec import PAGE
+from shadowkv.kvcache.policy.spec import PAGE, KVSpec
 from shadowkv.kvcache.presets import preset
 from shadowkv.models.loader import LoadedModel
 
@@ -66,9 +67,9 @@ class Touched:
         return dict(zip(SHARES, (float(x.float().mean()) for x in (values, pages[0], latents, pages[1])), strict=True))
 
 
-def follow(loaded: LoadedModel, prompt: list[int], capacity: int) -> dict[int, dict[str, float]]:
-    """Returns the shares after each of ``STEPS`` greedy steps of ``turbo``."""
-    cache = open_cache_as(KVCache, loaded, preset("turbo", dense_below=0), capacity, 1)
+def follow(loaded: LoadedModel, spec: KVSpec, prompt: list[int], capacity: int) -> dict[int, dict[str, float]]:
+    """Returns the shares after each of ``STEPS`` greedy steps of a policy that compresses the prompt."""
+    cache = open_cache_as(KVCache, loaded, spec, capacity, 1)
     touched, runner, shares = Touched(), Runner(loaded.model, cache), {}
     (sequence,), logits = prefill_all(loaded.model, [cache], prompt, capacity)
     cache.selection_hook, token = touched, int(logits[0].argmax())
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     add_prompt_arguments(parser, length=16384, prompts=1)
+    parser.add_argument("--kv", default="turbo", help="policy (default: %(default)s)")
     args = parser.parse_args(argv)
     rows: list[dict[str, str]] = []
     if args.out.exists():
@@ -95,10 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
         for kind in args.text:
             for prompt, _ in prompts_of(kind, loaded, args.prompts, args.length, STEPS[-1], args.seed):
-                about = {"model": args.model, "length": str(args.length), "text": kind, "prompt": prompt.name}
+                about = {"model": args.model, "kv": args.kv, "length": str(args.length)}
+                about |= {"text": kind, "prompt": prompt.name}
                 if any(about.items() <= row.items() for row in rows):
                     continue
-                for steps, shares in follow(loaded, prompt.tokens, capacity).items():
+                for steps, shares in follow(loaded, preset(args.kv, dense_below=0), prompt.tokens, capacity).items():
                     figures = {name: f"{share:.4f}" for name, share in shares.items()}
                     rows.append({**about, "steps": str(steps), **figures, "commit": commit()})
                 with args.out.open("w", newline="", encoding="utf-8") as file:
@@ -106,11 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     writer.writeheader()
                     writer.writerows(rows)
                 print(f"{prompt.name}: {rows[-1]}", flush=True)
-    for length in sorted({row["length"] for row in rows}, key=int):
+    for kv, length in dict.fromkeys((row["kv"], row["length"]) for row in rows):
         for steps in map(str, STEPS):
-            own = [row for row in rows if (row["length"], row["steps"]) == (length, steps)]
+            own = [row for row in rows if (row["kv"], row["length"], row["steps"]) == (kv, length, steps)]
             means = (f"{name} {100 * np.mean([float(row[name]) for row in own]):.1f} %" for name in SHARES)
-            print(f"{length} tokens, {len(own)} prompts, {steps} steps: {', '.join(means)}")
+            print(f"{kv}, {length} tokens, {len(own)} prompts, {steps} steps: {', '.join(means)}")
     return 0
 
 

@@ -80,7 +80,7 @@ def test_touched_tokens_are_those_that_steps_have_selected() -> None:
     assert touched.shares() == {"values": 5 / 256, "value_pages": 0.5, "latents": 5 / 128, "latent_pages": 1.0}
     with tiny_model() as path:
         loaded = load_from_config(EngineConfig(model=str(path), max_model_len=2048, load_format="dummy"))
-    shares = follow(loaded, torch.randint(5, 128, (1500,)).tolist(), 1700)
+    shares = follow(loaded, preset("turbo", dense_below=0), torch.randint(5, 128, (1500,)).tolist(), 1700)
     assert [*shares] == [*STEPS]
     for name in ("values", "latents"):
         found = [shares[steps][name] for steps in STEPS]
