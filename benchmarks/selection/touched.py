@@ -4,7 +4,7 @@ A prompt that is restored from a file could leave on the disk what no step has s
 depends on how much of it the first steps select. Results are rows of a CSV file, one for each prompt and number of
 steps: the share of values (of tokens and kv heads) and of latents (of tokens, for all kv heads together) that a step
 has selected so far, and the share of pages of 64 tokens that have any of these. With ``--kv turbo:budget=0.0104`` a
-step selects the share that it selects of 100,000 tokens or more. Prompts that the file already has are not
+step selects the share that it selects of 61,440 tokens or more. Prompts that the file already has are not
 measured again. ``--summary`` prints means over prompts.
 
     python -m benchmarks.selection.touched --model smollm2-135m-64k --length 16384 --prompts 1 --out FILE
