@@ -10,7 +10,6 @@ import tempfile
 import weakref
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 PREFIX = "shadowkv-"
 
@@ -44,9 +43,7 @@ class HeldFolder:
     def __enter__(self) -> HeldFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

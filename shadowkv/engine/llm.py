@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from numbers import Integral
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
@@ -71,9 +70,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

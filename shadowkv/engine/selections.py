@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -86,11 +85,9 @@ class SelectionRecord:
             cache.query_hook = self._see_queries
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._cache.selection_hook, self._cache.query_hook = self._before
-        if error is not None:
+        if kind is not None:
             return
         self._found = self._weights()
         if self._found.is_cuda:

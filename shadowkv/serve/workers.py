@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shadowkv.engine.child_process import ending, start_process
@@ -183,9 +182,7 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _end(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -181,9 +180,7 @@ class _Lively:
             self._task = asyncio.create_task(self._say())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
 
