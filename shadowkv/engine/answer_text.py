@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import astuple, replace
+
 from shadowkv.engine.outputs import TextOutput, TokenOutput
 from shadowkv.engine.sampling_params import SamplingParams
 
@@ -88,27 +90,20 @@ class AnswerText:
     def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
         """Returns the text output of one or more token outputs, given in order. It must not be called after the answer
         has ended."""
-        if len(outputs) == 1:
-            return self._read(outputs[0])
-        if self._at_once:
-            return self._read(_joined(outputs))
-        read = []
-        for output in outputs:
-            read.append(self._read(output))
+        text, read = "", list[TokenOutput]()
+        for output in [_joined(outputs)] if self._at_once else outputs:
+            read.append(output)
+            added, reason = self._push(output)
+            text += added
             if self.ended:
                 break
-        whole = read[-1]
-        whole.text = "".join(output.text for output in read)
-        whole.token_ids = [token for output in read for token in output.token_ids]
-        whole.prompt_logprobs = _first(output.prompt_logprobs for output in read)
-        whole.prefilled = _first(output.prefilled for output in reversed(read))
-        if whole.logprobs is not None:
-            whole.logprobs = [step for output in read for step in output.logprobs or ()]
-        if whole.selections is not None:
-            whole.selections = [step for output in read for step in output.selections or ()]
+        last = _joined(read)
+        whole = TextOutput(*astuple(last), text, self._detokenizer.stop_string, self._stop_reason(last))
+        whole.finish_reason = reason
         return whole
 
-    def _read(self, output: TokenOutput) -> TextOutput:
+    def _push(self, output: TokenOutput) -> tuple[str, str | None]:
+        """Returns the text that an output adds, and the answer's finish reason."""
         reason, text = output.finish_reason, self._detokenizer
         without_end = output.end_token and not self._include_stop
         tokens = output.token_ids[:-1] if without_end else output.token_ids
@@ -118,27 +113,7 @@ class AnswerText:
         elif reason is not None and reason != "error":
             added += text.finish()  # this can also complete a stop string
         self.ended = reason is not None
-        return TextOutput(
-            output.request_id,
-            added,
-            output.token_ids,
-            output.logprobs,
-            reason,
-            output.error,
-            output.prompt_tokens,
-            output.completion_tokens,
-            output.cached_tokens,
-            output.times,
-            output.prompt_logprobs,
-            text.stop_string if self.ended else None,
-            output.selections,
-            output.prefilled,
-            output.error_code,
-            self._stop_reason(output) if self.ended else None,
-            output.accepted_drafts,
-            output.rejected_drafts,
-            output.checked,
-        )
+        return added, reason
 
     def _stop_reason(self, output: TokenOutput) -> str | int | None:
         if self._detokenizer.stop_string is not None:
@@ -151,25 +126,16 @@ class AnswerText:
 
 def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
     last = outputs[-1]
+    if len(outputs) == 1:
+        return last
     logprobs, selections = last.logprobs, last.selections
-    return TokenOutput(
-        last.request_id,
-        [token for output in outputs for token in output.token_ids],
-        last.finish_reason,
-        last.prompt_tokens,
-        last.completion_tokens,
-        last.cached_tokens,
-        last.times,
-        last.end_token,
-        last.error,
-        None if logprobs is None else [step for output in outputs for step in output.logprobs or ()],
-        _first(output.prompt_logprobs for output in outputs),
-        None if selections is None else [step for output in outputs for step in output.selections or ()],
-        _first(output.prefilled for output in reversed(outputs)),
-        last.error_code,
-        last.accepted_drafts,
-        last.rejected_drafts,
-        last.checked,
+    return replace(
+        last,
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=None if logprobs is None else [step for output in outputs for step in output.logprobs or ()],
+        prompt_logprobs=_first(output.prompt_logprobs for output in outputs),
+        selections=None if selections is None else [step for output in outputs for step in output.selections or ()],
+        prefilled=_first(output.prefilled for output in reversed(outputs)),
     )
 
 

@@ -144,8 +144,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
         return self.prefilled is not None and not self.token_ids and self.finish_reason is None
 
 
-@dataclass
-class TextOutput:
+class TextOutput(TokenOutput, array_like=True, gc=False):
     """The output of one or several steps for one request, with text.
 
     Attributes:
@@ -153,31 +152,8 @@ class TextOutput:
         stop_string: on the last output, the stop string that ended the text; else None.
         stop_reason: on the last output, as in vLLM: the stop string or the stop token that ended the text, or
             ``repetition_detected``; else None.
-        token_ids, logprobs, finish_reason, error, error_code, prompt_tokens, completion_tokens, cached_tokens, times,
-            prompt_logprobs, selections, prefilled, accepted_drafts, rejected_drafts, checked: as in ``TokenOutput``.
     """
 
-    request_id: str
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: str | None
-    error: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    times: RequestTimes
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    text: str = ""
     stop_string: str | None = None
-    selections: list[TokenSelections | None] | None = None
-    prefilled: int | None = None
-    error_code: ErrorCode | None = None
     stop_reason: str | int | None = None
-    accepted_drafts: int = 0
-    rejected_drafts: int = 0
-    checked: CheckedTokens | None = None
-
-    @property
-    def is_progress(self) -> bool:
-        """Whether the output only reports the progress of the prefill."""
-        return self.prefilled is not None and not self.token_ids and self.finish_reason is None

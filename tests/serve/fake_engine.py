@@ -245,12 +245,12 @@ class FakeEngine:
                 scores = [None, *(self._scores(token, params.prompt_logprobs) for token in prompt_token_ids[1:])]
             if params.max_tokens == 0:
                 count = len(prompt_token_ids)
-                yield TextOutput(request_id, "", [], None, "length", None, count, 0, 0, times, scores)
+                yield TextOutput(request_id, [], "length", count, 0, 0, times, prompt_logprobs=scores)
             if params.return_progress:
                 length, reading = len(prompt_token_ids), RequestTimes(times.arrival, times.scheduled)
                 for prefilled in (2, length // 2):
                     await asyncio.sleep(0)
-                    yield TextOutput(request_id, "", [], None, None, None, length, 0, 2, reading, prefilled=prefilled)
+                    yield TextOutput(request_id, [], None, length, 0, 2, reading, prefilled=prefilled)
             reply = self.reply[: params.max_tokens]
             for count, character in enumerate(reply, 1):
                 await asyncio.sleep(0)

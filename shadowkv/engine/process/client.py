@@ -135,7 +135,7 @@ class Answers:
             last = outputs[-1]
             what = f"internal error ({type(error).__name__}); the log has the details"
             counts = last.prompt_tokens, last.completion_tokens, last.cached_tokens
-            return TextOutput(last.request_id, "", [], None, "error", what, *counts, last.times)
+            return TextOutput(last.request_id, [], "error", *counts, last.times, error=what)
 
 
 class EngineClient:

@@ -8,8 +8,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from shadowkv.engine.outputs import TextOutput, TokenLogprobs
 from shadowkv.prefix_cache.protocol import SaveError
