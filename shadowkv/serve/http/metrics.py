@@ -309,34 +309,36 @@ class _EngineFigures(Collector):
         with suppress(EngineDead):
             self.stats = await self._engine.stats(usage=True)
 
+    def _family(self, kind: Any, name: str, text: str, *labels: str) -> Any:
+        """An empty metric of a kind of prometheus_client, with ``labels`` behind the model's name."""
+        return kind(f"{self._prefix}:{name}", text, labels=["model_name", *labels])
+
+    def _single(self, kind: Any, name: str, text: str, value: float) -> Any:
+        """A metric with one value."""
+        family = self._family(kind, name, text)
+        family.add_metric([self._model], value)
+        return family
+
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
         text = "The KV policy, and how many tokens and full-length sequences fit into the KV cache."
-        labels = ["model_name", *self._config]
-        info = GaugeMetricFamily(f"{self._prefix}:cache_config_info", text, labels=labels)
+        info = self._family(GaugeMetricFamily, "cache_config_info", text, *self._config)
         info.add_metric([self._model, *self._config.values()], 1)
         yield info
         if stats is None:
             return
         text = "1 if the engine does not answer, or does not end its step; its figures may then be old. Otherwise 0."
-        stuck = GaugeMetricFamily(f"{self._prefix}:engine_stuck", text, labels=["model_name"])
-        stuck.add_metric([self._model], self._engine.state == "stuck")
-        yield stuck
+        yield self._single(GaugeMetricFamily, "engine_stuck", text, self._engine.state == "stuck")
         for name, text, value in (
             ("num_requests_running", "Requests that own a sequence.", stats.running),
             ("num_requests_waiting", "Requests in the queue.", stats.waiting),
             ("kv_cache_usage_perc", "Share of the KV cache that requests in flight hold, 0 to 1.", stats.usage),
             ("kv_cache_checkpoint_bytes", "Bytes of checkpoints of recurrent states.", stats.checkpoint_bytes),
         ):
-            if value is None:
-                continue
-            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+            if value is not None:
+                yield self._single(GaugeMetricFamily, name, text, value)
         text = "Requests in the queue, by reason: no capacity, or deferred until their prompts are restored from disk."
-        gauge = GaugeMetricFamily(
-            f"{self._prefix}:num_requests_waiting_by_reason", text, labels=["model_name", "reason"]
-        )
+        gauge = self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, "reason")
         for reason, count in (("capacity", max(0, stats.waiting - stats.deferred)), ("deferred", stats.deferred)):
             gauge.add_metric([self._model, reason], count)
         yield gauge
@@ -344,7 +346,7 @@ class _EngineFigures(Collector):
             ("used_bytes", "Bytes of KV cache in use, cached finished sequences included."),
             ("total_bytes", "Size of the KV cache in bytes."),
         ):
-            gauge = GaugeMetricFamily(f"{self._prefix}:kv_cache_{name}", text, labels=["model_name", "tier"])
+            gauge = self._family(GaugeMetricFamily, f"kv_cache_{name}", text, "tier")
             for tier, use in stats.tiers.items():
                 gauge.add_metric([self._model, tier], getattr(use, name))
             yield gauge
@@ -354,14 +356,12 @@ class _EngineFigures(Collector):
             ("kv_chunks_fetched", "Selected chunks whose values were not in the device's buffer.", fetches.fetched),
             ("kv_fetched_bytes", "Bytes of values copied from host to device.", fetches.fetched_bytes),
         ):
-            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], count)
-            yield counter
+            yield self._single(CounterMetricFamily, name, text, count)
         if stats.speculation is not None:
             yield from self._drafts(stats.speculation)
         if stats.checked is not None:
             text = "KL of checked tokens' distributions from those with a quarter of the budget, in nats."
-            summary = SummaryMetricFamily(f"{self._prefix}:quality_meter_kl", text, labels=["model_name"])
+            summary = self._family(SummaryMetricFamily, "quality_meter_kl", text)
             summary.add_metric([self._model], stats.checked.tokens, stats.checked.kl)
             yield summary
         yield from self._prefixes(stats.prefixes)
@@ -373,12 +373,9 @@ class _EngineFigures(Collector):
             ("num_draft_tokens", "Drafted tokens.", stats.num_draft_tokens),
             ("num_accepted_tokens", "Drafted tokens that were accepted.", stats.num_accepted_tokens),
         ):
-            counter = CounterMetricFamily(f"{self._prefix}:spec_decode_{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], count)
-            yield counter
+            yield self._single(CounterMetricFamily, f"spec_decode_{name}", text, count)
         text = "Accepted tokens, counted separately for each place in the draft."
-        name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
-        counter = CounterMetricFamily(name, text, labels=["model_name", "position"])
+        counter = self._family(CounterMetricFamily, "spec_decode_num_accepted_tokens_per_pos", text, "position")
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             counter.add_metric([self._model, str(position)], count)
         yield counter
@@ -387,15 +384,13 @@ class _EngineFigures(Collector):
         """Metrics of the prefix cache, by tier."""
         for kind, names in ((GaugeMetricFamily, PREFIX_GAUGES), (CounterMetricFamily, PREFIX_COUNTERS)):
             for name, (field, text) in names.items():
-                family = kind(f"{self._prefix}:prefix_cache_{name}", text, labels=["model_name", "tier"])
+                family = self._family(kind, f"prefix_cache_{name}", text, "tier")
                 for tier, stats in tiers.items():
                     if tier in TIERS_OF.get(name, tiers):
                         family.add_metric([self._model, tier], getattr(stats, field))
                 yield family
         text = "Duration of restores to the next higher tier: from disk to host memory, or from there to the device."
-        seconds = SummaryMetricFamily(
-            f"{self._prefix}:prefix_cache_restore_seconds", text, labels=["model_name", "tier"]
-        )
+        seconds = self._family(SummaryMetricFamily, "prefix_cache_restore_seconds", text, "tier")
         for tier in LOWER:
             if tier in tiers:
                 stats = tiers[tier]
