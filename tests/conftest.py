@@ -6,6 +6,7 @@ import signal
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 from quarters import of_quarter
 
 from shadowkv import baselines
+from shadowkv.kvcache import codecs, parts, presets
+from shadowkv.ops import registry
 
 baselines.register()  # tests draw from all presets, codecs and parts
 
@@ -88,6 +91,18 @@ def signals_are_put_back() -> Iterator[None]:
     yield
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def registries_are_put_back() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    of_axes = [*parts.REGISTERED.values(), *codecs.NAMES_OF_PARTS.values()]
+    registries = [presets.PRESETS, codecs.ROW_CODECS, codecs.LATENT_CODECS, registry.REGISTERED, *of_axes]
+    before = [copy(one) for one in registries]
+    yield
+    for one, entries in zip(registries, before, strict=True):
+        one.clear()
+        one.update(entries)
 
 
 @pytest.fixture(autouse=True)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
 import custom_codec
+import pytest
 import torch
 
 from shadowkv.kvcache import codecs
 
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    codecs.ROW_CODECS.pop("byte-rows", None)
+pytestmark = pytest.mark.usefixtures("registries_are_put_back")
 
 
 def test_every_policy_answers(tiny: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

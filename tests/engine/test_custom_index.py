@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+import custom_index
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
-import custom_index
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.kvcache import parts
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.presets import preset
 
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    PRESETS.pop("small-norms", None)
-    parts.REGISTERED["index"].pop("small-norms", None)
+pytestmark = pytest.mark.usefixtures("registries_are_put_back")
 
 
 def test_it_selects_the_tokens_with_the_shortest_keys(tiny: Path) -> None:
@@ -69,13 +59,10 @@ def test_a_name_that_two_parts_have_needs_its_axis() -> None:
         Settings = custom_index.SmallNorms.Settings
 
     parts.REGISTERED["values"]["other"] = Other
-    try:
-        with pytest.raises(ValueError, match=r"order=1\.0 is ambiguous: use index\.order or values\.order"):
-            parts.resolve(preset("small-norms:values=other,order=1.0"), shape)
-        resolved = parts.resolve(preset("small-norms:values=other,index.order=1.0"), shape)
-        assert resolved.as_dict()["index.order"] == 1.0 and resolved.as_dict()["values.order"] == 2.0
-    finally:
-        del parts.REGISTERED["values"]["other"]
+    with pytest.raises(ValueError, match=r"order=1\.0 is ambiguous: use index\.order or values\.order"):
+        parts.resolve(preset("small-norms:values=other,order=1.0"), shape)
+    resolved = parts.resolve(preset("small-norms:values=other,index.order=1.0"), shape)
+    assert resolved.as_dict()["index.order"] == 1.0 and resolved.as_dict()["values.order"] == 2.0
 
 
 def test_it_serves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

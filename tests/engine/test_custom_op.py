@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import custom_op
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
-import custom_op
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.process.facts import Registered
@@ -26,10 +21,7 @@ from shadowkv.ops.registry import Ops
 PROMPT = [5 + i % 200 for i in range(300)]
 
 
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "REGISTERED", {})
-    yield
+pytestmark = pytest.mark.usefixtures("registries_are_put_back")
 
 
 def answer(model: Path) -> tuple[list[int], str]:

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
 import custom_policy
+import pytest
 import torch
 
 from shadowkv import LLM, SamplingParams
-from shadowkv.kvcache import codecs, parts
+from shadowkv.kvcache import parts
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.presets import PRESETS, preset
+from shadowkv.kvcache.presets import preset
 
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    PRESETS.pop("rounded", None)
-    parts.REGISTERED["values"].pop("rounded", None)
-    codecs.NAMES_OF_PARTS["values"].discard("rounded")
+pytestmark = pytest.mark.usefixtures("registries_are_put_back")
 
 
 def test_every_policy_answers_and_shows_its_speed(tiny: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
 import custom_prefill
+import pytest
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import EngineConfig
-from shadowkv.kvcache import parts
 from shadowkv.wording import SettingsError
 
 PROMPT = [5 + i * i % 200 for i in range(700)]
 
 
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    parts.REGISTERED["prefill"].pop("nearby", None)
+pytestmark = pytest.mark.usefixtures("registries_are_put_back")
 
 
 def generated(model: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> tuple[list[int], int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -46,20 +45,10 @@ class MyValues(DenseValues):
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test registers is gone after it, and no plugins are loaded before it."""
+def no_plugins(registries_are_put_back: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plugins are loaded before a test."""
     monkeypatch.setattr(plugins, "_outcomes", {False: None})  # the package's own plugin is loaded
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
-    known = set(PRESETS), {axis: set(names) for axis, names in codecs.NAMES_OF_PARTS.items()}
-    registered = {axis: dict(of_axis) for axis, of_axis in parts.REGISTERED.items()}
-    yield
-    for name in set(PRESETS) - known[0]:
-        del PRESETS[name]
-    for axis, of_axis in registered.items():
-        for name in parts.REGISTERED[axis].keys() - of_axis:
-            del parts.REGISTERED[axis][name]
-    for axis, names in known[1].items():
-        codecs.NAMES_OF_PARTS[axis].intersection_update(names)
 
 
 def test_parts_from_outside_serve_as_those_inside() -> None:

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import agent
+import client_matrix
+import document_chat
 import openai
 import pytest
 from http_server import http_server
@@ -18,12 +20,6 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-
-import agent
-import client_matrix
-import document_chat
 
 CITIES = ["Paris", "Rome", "Oslo"]
 WEATHER = {
