@@ -32,6 +32,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs prompts without a clock."""
+    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
+        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
+
+
+@pytest.fixture
 def make(tiny: Path) -> Iterator[Any]:
     made: list[Engine] = []
 

@@ -17,7 +17,7 @@ from test_decode_memory import failing
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import ask
-from test_run_ahead import answers
+from test_run_ahead import answers, note_steps_ahead
 from tiers import assert_nothing_left, evict_device, settle
 
 from shadowkv import LLM, SamplingParams
@@ -62,6 +62,7 @@ def hybrid(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Ma
     return make
 
 
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -78,8 +79,6 @@ def test_answers_are_those_without_drafts(
     hybrid: Make, monkeypatch: pytest.MonkeyPatch, family: str, options: dict[str, Any]
 ) -> None:
     """Greedy and sampled ones, of ragged batches, whatever else is asked for, beside requests that are aborted."""
-    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
-        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
     options = {**options, "max_num_seqs": 40}
     wanted, logprobs = said(hybrid(family, **options))
     draft_by(monkeypatch, mostly({name: ids for name, (ids, _) in wanted.items()}))
@@ -182,13 +181,7 @@ def test_steps_in_graphs_and_ahead_are_those_without_drafts(hybrid: Make, monkey
     right, draw = mostly(wanted[0]), random.Random(1)
     draft_by(monkeypatch, lambda request: right(request) if draw.random() < 0.2 else [])
     engine = with_graphs(hybrid(speculative_config=SUFFIX, device="cpu"), monkeypatch, Graph)
-    ahead, decode = [], engine.runner.decode
-
-    def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
-        ahead.append(max(sources) >= 0)
-        return decode(sequences, last, sources, *others)
-
-    monkeypatch.setattr(engine.runner, "decode", spy)
+    ahead = note_steps_ahead(engine, monkeypatch)
     assert answers(engine, kinds * 2) == wanted
     assert min(counts(engine)) > 20 and min(ahead.count(True), ahead.count(False)) > 20
     assert max(key[0] for key in engine.runner.graphs.graphs) > 4

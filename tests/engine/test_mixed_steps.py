@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
-from test_run_ahead import answers
+from test_run_ahead import KINDS, PLAIN, answers
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
@@ -90,16 +90,10 @@ def test_a_short_prompt_costs_those_who_decode_one_pass(build: Any, make: Any, k
 
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
 def test_answers_are_those_of_prompts_computed_by_themselves(build: Any, make: Any, kv: str) -> None:
-    plain = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     kinds = [
-        plain,
-        replace(plain, temperature=1.0, seed=7, stop_token_ids=list(range(3, 40))),
-        replace(plain, max_tokens=1),
-        replace(plain, repetition_penalty=1.3),
-        replace(plain, temperature=0.8, seed=8, ignore_eos=False),
-        replace(plain, logprobs=2, max_tokens=5),
-        replace(plain, max_tokens=12, ignore_eos=False, json_schema='{"type": "array", "items": {"type": "integer"}}'),
-        replace(plain, max_tokens=0, prompt_logprobs=1),
+        *KINDS,
+        replace(PLAIN, max_tokens=12, ignore_eos=False, json_schema='{"type": "array", "items": {"type": "integer"}}'),
+        replace(PLAIN, max_tokens=0, prompt_logprobs=1),
     ]
     params = [kinds[number % len(kinds)] for number in range(18)]
     engine, other = build(kv=kv), never_joining(make(kv=kv))

@@ -26,18 +26,13 @@ from tests.models.families import build
 
 TURBO = "turbo:budget=32"
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With heads of 16 dimensions, which every policy takes."""
     return write_config(tmp_path_factory.mktemp("wide"), hidden_size=96, max_position_embeddings=2048)
-
-
-@pytest.fixture(autouse=True)
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs prompts without a clock."""
-    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
-        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
 
 
 def checked(engine: Engine) -> CheckedTokens:

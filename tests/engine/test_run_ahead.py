@@ -11,6 +11,16 @@ import pytest
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
 
+PLAIN = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+KINDS = [
+    PLAIN,
+    replace(PLAIN, temperature=1.0, seed=7, stop_token_ids=list(range(3, 40))),
+    replace(PLAIN, max_tokens=1),
+    replace(PLAIN, repetition_penalty=1.3),
+    replace(PLAIN, temperature=0.8, seed=8, ignore_eos=False),
+    replace(PLAIN, logprobs=2, max_tokens=5),
+]
+
 
 def answers(engine: Engine, params: list[SamplingParams]) -> tuple[dict[str, list[int]], dict[str, str | None]]:
     """Tokens and ends of requests that come one by one; every fifth is aborted on the way and left out."""
@@ -34,31 +44,27 @@ def answers(engine: Engine, params: list[SamplingParams]) -> tuple[dict[str, lis
     return tokens, ends
 
 
+def note_steps_ahead(engine: Engine, patch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step from now on, whether it is launched before the tokens of the step before it are read."""
+    ahead, decode = list[bool](), engine.runner.decode
+
+    def noted(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
+        ahead.append(max(sources) >= 0)
+        return decode(sequences, last, sources, *others)
+
+    patch.setattr(engine.runner, "decode", noted)
+    return ahead
+
+
 @pytest.mark.parametrize("kv", ["full", "shadowkv", "quest"])
 def test_answers_are_those_of_steps_one_by_one(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
-    plain = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    kinds = [
-        plain,
-        replace(plain, temperature=1.0, seed=7, stop_token_ids=list(range(3, 40))),
-        replace(plain, max_tokens=1),
-        replace(plain, repetition_penalty=1.3),
-        replace(plain, temperature=0.8, seed=8, ignore_eos=False),
-        replace(plain, logprobs=2, max_tokens=5),
-    ]
-    params = [kinds[number % len(kinds)] for number in range(18)]
+    params = KINDS * 3
     wanted, ahead = (
         make(kv=kv if kv == "full" else f"{kv}:budget=0.5"),
         make(kv=kv if kv == "full" else f"{kv}:budget=0.5"),
     )
     ahead.decode_steps.run_ahead = True
-    launched: list[bool] = []
-    decode = ahead.runner.decode
-
-    def spy(sequences: Any, tokens: Any, sources: list[int], *others: Any) -> Any:
-        launched.append(max(sources) >= 0)  # some tokens are still on their way
-        return decode(sequences, tokens, sources, *others)
-
-    monkeypatch.setattr(ahead.runner, "decode", spy)
+    launched = note_steps_ahead(ahead, monkeypatch)
     assert answers(ahead, params) == answers(wanted, params)
     assert any(launched)
     for engine in (ahead, wanted):

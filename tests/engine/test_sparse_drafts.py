@@ -30,6 +30,8 @@ SPARSE = {"method": "sparse", "num_speculative_tokens": 6}
 NARROW, WIDE = "full-speculative:budget=32", "full-speculative:budget=2048"
 """Draft steps that attend to few tokens, and to all of them."""
 
+pytestmark = pytest.mark.usefixtures("packed")
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,13 +49,6 @@ def make(make: Any) -> Any:
 def opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gates that draft whatever it costs."""
     monkeypatch.setattr(Account, "length", lambda self, drafts, *others: max(most for _, most in drafts))
-
-
-@pytest.fixture(autouse=True)
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs prompts without a clock."""
-    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):
-        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
 
 
 def keep_time(engine: Engine, patch: pytest.MonkeyPatch, cost: float) -> None:

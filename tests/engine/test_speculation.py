@@ -17,7 +17,7 @@ from test_engine import GREEDY, assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 from test_layer_kinds import engine_of
 from test_layer_kinds import make as make_model
-from test_run_ahead import answers
+from test_run_ahead import answers, note_steps_ahead
 from tiny_llama import write_config
 
 from shadowkv import SamplingParams
@@ -41,13 +41,11 @@ def make(make: Any) -> Any:
     return partial(make, dtype="float32")
 
 
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("kv", ["full", "fp8", "shadowkv:budget=0.5", "turbo:budget=0.5", "turbo-host:budget=0.5"])
 def test_answers_are_those_without_drafts(make: Any, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
     """With prompts that are compressed at once and later, whatever else is asked for, beside requests that are
     aborted."""
-    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
-        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
-
     options = {"kv": kv, "fetch_buffer": 0.0, "max_num_seqs": 40}
     wanted, logprobs = said(make(**options))
     draft_by(monkeypatch, mostly({name: ids for name, (ids, _) in wanted.items()}))
@@ -274,14 +272,7 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
     wanted = tokens(drain(plain)["a"])
     engine = make(kv="full", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
     engine.decode_steps.run_ahead = True
-    ahead = []
-    decode = engine.runner.decode
-
-    def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
-        ahead.append(max(sources) >= 0)
-        return decode(sequences, last, sources, *others)
-
-    monkeypatch.setattr(engine.runner, "decode", spy)
+    ahead = note_steps_ahead(engine, monkeypatch)
     engine.add_request("a", prompt(1, 30), SEEDED)
     assert tokens(drain(engine)["a"]) == wanted
     assert ahead.count(True) > 100
@@ -335,13 +326,7 @@ def test_answers_with_graphs_and_steps_ahead_are_those_without_drafts(
     draw = random.Random(1)
     draft_by(monkeypatch, lambda request: right(request) if draw.random() < 0.2 else [])
     engine = with_graphs(make(**options, speculative_config=SUFFIX), monkeypatch, Graph)
-    ahead, decode = [], engine.runner.decode
-
-    def spy(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
-        ahead.append(max(sources) >= 0)
-        return decode(sequences, last, sources, *others)
-
-    monkeypatch.setattr(engine.runner, "decode", spy)
+    ahead = note_steps_ahead(engine, monkeypatch)
     assert answers(engine, kinds * 2) == wanted
     assert min(counts(engine)) > 30 and min(ahead.count(True), ahead.count(False)) > 30
     assert max(key[0] for key in engine.runner.graphs.graphs) > 6

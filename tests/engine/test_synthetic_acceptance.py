@@ -79,13 +79,12 @@ def test_greedy_requests_have_random_numbers_of_their_own() -> None:
     assert within(sum(accepted), 1000, 0.5)
 
 
+@pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
 @pytest.mark.parametrize("params", [PLAIN, SEEDED], ids=["greedy", "seeded"])
 def test_answers_repeat_and_meet_the_rate(
     make: Any, monkeypatch: pytest.MonkeyPatch, method: str, params: SamplingParams
 ) -> None:
-    for name in ("TOKEN_GAP", "QUEUED_TOKEN_GAP", "PACKED_TOKEN_GAP", "IDLE_PREFILL_SECONDS"):  # packs without a clock
-        monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
     engine = make(kv="full", speculative_config=drafts(0.7, method))
     judged = list[int]()  # for each draft, the number of tokens up to the first that was rejected
     judge = engine.decode_steps.speculation.judge
