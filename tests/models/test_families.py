@@ -13,7 +13,9 @@ from dense_cache import DenseBatch, DenseCache, packed_logits
 from families import CASES, TINY, build, learned_buffers, oracle_logits
 from precision import InFloat64, assert_close_like_lowp, draws
 from safetensors.torch import load_file, save_file
+from thread_group import on_ranks
 
+from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import NAMES, Ops
 
@@ -30,6 +32,16 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert mine.dtype == torch.float32
         assert other.abs().max() > 0.1
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
+
+
+def assert_ranks_give(size: int, model: Path, theirs: torch.nn.Module) -> None:
+    """Each of ``size`` ranks has the logits of the whole model."""
+
+    def logits(group: Group) -> list[torch.Tensor]:
+        return packed_logits(load_model(model, dtype=torch.float32, group=group).model, sequences())
+
+    for found in on_ranks(size, logits):
+        assert_same(found, oracle_logits(theirs, sequences()))
 
 
 @pytest.mark.parametrize("name", CASES)

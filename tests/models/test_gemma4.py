@@ -15,10 +15,9 @@ from families import build, oracle_logits
 from quantized_files import write_quantized
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
-from test_families import assert_same, sequences
-from test_quantized_engine import answers
+from test_families import assert_ranks_give, assert_same, sequences
+from test_quantized_engine import answers, assert_alike
 from test_quantized_formats import assert_close
-from thread_group import on_ranks
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS, Step, run_through
@@ -29,7 +28,6 @@ from shadowkv.kvcache.compression.rebuilt import RebuiltTokens
 from shadowkv.kvcache.policy.shape import Heads
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.sequences.sequence import CachedSequence
-from shadowkv.layers.group import Group
 from shadowkv.layers.quantized_matrix import QuantizedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.plan.__main__ import main as plan
@@ -148,24 +146,13 @@ def test_policies_on_heads_of_512(name: str, kv: str, error: float, tmp_path: Pa
 @pytest.mark.parametrize("name, size", [*((name, 2) for name in CASES), *((name, 3) for name in CASES[:2])])
 def test_ranks_give_the_logits_of_the_whole(name: str, size: int, tmp_path: Path) -> None:
     """Two have a kv head of each window; of three, two have the same."""
-    theirs = build(name, tmp_path)
-
-    def logits(group: Group) -> list[torch.Tensor]:
-        return packed_logits(load_model(tmp_path, dtype=torch.float32, group=group).model, sequences())
-
-    for found in on_ranks(size, logits):
-        assert_same(found, oracle_logits(theirs, sequences()))
+    assert_ranks_give(size, tmp_path, build(name, tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gemma4-keys-are-values", "gemma4-all"])
 def test_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
     build(name, tmp_path, LONG)
-    prompts = [prompt(0, 150), prompt(1, 7)]
-    _, expected = answers(tmp_path, prompts)
-    _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
-    assert found.keys() == expected.keys()
-    for request, chances in expected.items():
-        assert found[request] == pytest.approx(chances, abs=1e-4)
+    assert_alike(answers(tmp_path, tensor_parallel_size=2)[1], answers(tmp_path)[1])
 
 
 @pytest.mark.parametrize("name", ["gemma4-soft-cap", "gemma4-all"])

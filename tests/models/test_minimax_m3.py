@@ -17,9 +17,8 @@ from dense_cache import packed_logits
 from families import build, oracle_logits
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, oracle, prompt
-from test_families import assert_same, sequences
-from test_quantized_engine import answers
-from thread_group import on_ranks
+from test_families import assert_ranks_give, assert_same, sequences
+from test_quantized_engine import answers, assert_alike
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
@@ -33,7 +32,6 @@ from shadowkv.kvcache.policy.spec import KVSpec
 from shadowkv.kvcache.prefill import native as prompts
 from shadowkv.kvcache.presets import preset
 from shadowkv.kvcache.snapshots.header import Snapshot, SnapshotHeader
-from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
 from shadowkv.models.loader import LoadedModel
 
@@ -210,13 +208,7 @@ def test_codecs_change_keys_and_values_alone(kv: str, tmp_path: Path) -> None:
 
 
 def test_two_ranks_give_the_logits_of_the_whole(tmp_path: Path) -> None:
-    theirs = build("minimax_m3", tmp_path)
-
-    def logits(group: Group) -> list[torch.Tensor]:
-        return packed_logits(load_model(tmp_path, dtype=torch.float32, group=group).model, sequences())
-
-    for found in on_ranks(2, logits):
-        assert_same(found, oracle_logits(theirs, sequences()))
+    assert_ranks_give(2, tmp_path, build("minimax_m3", tmp_path))
 
 
 @pytest.mark.parametrize("name, ranks", [("minimax_m3", 2), ("minimax_m3-small-blocks", 2), ("minimax_m3", 3)])
@@ -224,11 +216,7 @@ def test_ranks_answer_as_one(name: str, ranks: int, tmp_path: Path) -> None:
     """Of long prompts; ranks have two kv heads and one, or share one."""
     build(name, tmp_path, {**LONG, "num_attention_heads": 6, "intermediate_size": 48})
     texts = [prompt(0, 450), prompt(1, 7)]
-    _, expected = answers(tmp_path, texts)
-    _, found = answers(tmp_path, texts, tensor_parallel_size=ranks)
-    assert found.keys() == expected.keys()
-    for request, chances in expected.items():
-        assert found[request] == pytest.approx(chances, abs=1e-4)
+    assert_alike(answers(tmp_path, texts, tensor_parallel_size=ranks)[1], answers(tmp_path, texts)[1])
 
 
 @pytest.mark.parametrize("length", [500, 200])

@@ -17,8 +17,8 @@ from gguf_files import write_model
 from quantized_files import write_quantized
 from safetensors.torch import load_file, save_file
 from test_experts_engine import LONG, lossless, oracle, prompt
-from test_families import assert_same, sequences
-from test_quantized_engine import answers
+from test_families import assert_ranks_give, assert_same, sequences
+from test_quantized_engine import answers, assert_alike
 from test_quantized_formats import assert_close
 from thread_group import on_ranks
 
@@ -31,7 +31,6 @@ from shadowkv.eval.records.policies import local_policies
 from shadowkv.eval.running.caches import open_cache, prefill, prefill_all
 from shadowkv.kvcache.recurrent import states
 from shadowkv.kvcache.snapshots.header import Link, Snapshot, SnapshotHeader
-from shadowkv.layers.group import Group
 from shadowkv.layers.quantized_matrix import QuantizedLinear
 from shadowkv.models import load_config, load_model
 from shadowkv.ops.registry import Ops
@@ -82,24 +81,13 @@ def test_logits_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", [*NAMES, "qwen3_5_moe", "qwen3_next-some-dense"])
 def test_two_ranks_give_the_logits_of_the_whole(name: str, tmp_path: Path) -> None:
-    theirs = build(name, tmp_path)
-
-    def logits(group: Group) -> list[torch.Tensor]:
-        return packed_logits(load_model(tmp_path, dtype=torch.float32, group=group).model, sequences())
-
-    for found in on_ranks(2, logits):
-        assert_same(found, oracle_logits(theirs, sequences()))
+    assert_ranks_give(2, tmp_path, build(name, tmp_path))
 
 
 @KINDS
 def test_ranks_answer_as_one(name: str, tmp_path: Path) -> None:
     build(name, tmp_path, LONG)
-    prompts = [prompt(0, 150), prompt(1, 7)]
-    _, expected = answers(tmp_path, prompts)
-    _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
-    assert found.keys() == expected.keys()
-    for request, chances in expected.items():
-        assert found[request] == pytest.approx(chances, abs=1e-4)
+    assert_alike(answers(tmp_path, tensor_parallel_size=2)[1], answers(tmp_path)[1])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from bad_files import edit_json
 from families import build
 from test_experts_engine import oracle, prompt
 from test_minimax_m3 import LOSSLESS, assert_close, lossless
-from test_quantized_engine import answers
+from test_quantized_engine import answers, assert_alike
 
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.execution.runner import Runner
@@ -130,12 +130,7 @@ def test_four_index_heads_choose_the_blocks_that_transformers_chooses(
 
 def test_ranks_answer_as_one(tmp_path: Path) -> None:
     build("qwen4_exp", tmp_path, LONG)
-    prompts = [prompt(0, 150), prompt(1, 7)]
-    _, expected = answers(tmp_path, prompts)
-    _, found = answers(tmp_path, prompts, tensor_parallel_size=2)
-    assert found.keys() == expected.keys()
-    for request, chances in expected.items():
-        assert found[request] == pytest.approx(chances, abs=1e-4)
+    assert_alike(answers(tmp_path, tensor_parallel_size=2)[1], answers(tmp_path)[1])
 
 
 @pytest.mark.parametrize(
