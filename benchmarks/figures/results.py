@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import re
@@ -10,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.sweeps.rows import read
 from shadowkv.eval.records.policies import BASELINE
 from shadowkv.eval.records.predictions import read_predictions
 from shadowkv.eval.reports.statistics import mean_and_error, paired_interval
@@ -24,8 +24,7 @@ NONE = "–"
 @functools.cache
 def lines(path: str) -> tuple[dict[str, str], ...]:
     """Returns the lines of a CSV file in benchmarks/results."""
-    with (RESULTS / path).open(encoding="utf-8", newline="") as file:
-        return tuple(csv.DictReader(file))
+    return tuple(read(RESULTS / path))
 
 
 @functools.cache

@@ -9,7 +9,6 @@ backend for the same case.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.sweeps.rows import append
 from shadowkv.eval.provenance import provenance
 from shadowkv.ops.case import Case
 from shadowkv.ops.dense_attention import flash_attn, flashinfer
@@ -196,14 +196,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     device, about, failed = "cuda" if torch.cuda.is_available() else "cpu", provenance(), False
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        for row in table(device, args.dims):
-            writer.writerow(row | {"gpu": about["gpu"], "commit": about["commit"]})
-            file.flush()
-            failed |= "error" in row
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    args.out.unlink(missing_ok=True)
+    for row in table(device, args.dims):
+        append(args.out, COLUMNS, [row | {"gpu": about["gpu"], "commit": about["commit"]}])
+        failed |= "error" in row
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return int(failed)
 
 

@@ -12,7 +12,6 @@ turn's prompt is the chat so far, including the last answer, and a question.
 from __future__ import annotations
 
 import argparse
-import csv
 import heapq
 import itertools
 import random
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.sweeps.rows import append
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
@@ -141,17 +141,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for turns, rate, share in itertools.product(args.turns, args.rates, args.host_shares):
-            for seed, policy in itertools.product(range(args.seeds), POLICIES):
-                trace = Trace(seed, args.requests, args.documents, turns, rate)
-                rates = {name: round(value, 4) for name, value in replay(policy, trace, share).items()}
-                row = {"policy": policy, "seed": seed, "turns": turns, "requests_per_s": rate, "host_share": share}
-                writer.writerow(row | rates)
-                file.flush()
+    args.out.unlink(missing_ok=True)
+    for turns, rate, share in itertools.product(args.turns, args.rates, args.host_shares):
+        for seed, policy in itertools.product(range(args.seeds), POLICIES):
+            trace = Trace(seed, args.requests, args.documents, turns, rate)
+            rates = {name: round(value, 4) for name, value in replay(policy, trace, share).items()}
+            row = {"policy": policy, "seed": seed, "turns": turns, "requests_per_s": rate, "host_share": share}
+            append(args.out, COLUMNS, [row | rates])
     return 0
 
 

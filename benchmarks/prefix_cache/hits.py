@@ -17,7 +17,6 @@ the tokens that ``full`` generates without a hit. KL is in nats per token, betwe
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.prefix_cache.reuse import forget_device, settle
 from benchmarks.sweeps.engines import about, add_model_arguments, model_of, step
-from benchmarks.sweeps.rows import ABOUT, show
+from benchmarks.sweeps.rows import ABOUT, append, show
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
@@ -173,11 +172,8 @@ def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
 
 def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     """Replaces a CSV file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, *ABOUT], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({name: show(value) for name, value in row.items()} for row in rows)
+    path.unlink(missing_ok=True)
+    append(path, [*columns, *ABOUT], ({name: show(value) for name, value in row.items()} for row in rows))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

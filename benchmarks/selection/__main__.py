@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks.selection.prompts import add_prompt_arguments, prompts_of
 from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
+from benchmarks.sweeps.rows import append
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.scheduling.quality_meter import kl_divergence
@@ -208,13 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             about = {"commit": str(commit()), "seed": str(args.seed), "length": str(args.length)}
             about |= {"text": kind, "prompt": prompt.name}
             new = [about | row for row in follower.follow(prompt.tokens, steps, ends, until)]
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not args.out.exists()
-            with args.out.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(new[0]), lineterminator="\n")
-                if fresh:
-                    writer.writeheader()
-                writer.writerows(new)
+            append(args.out, list(new[0]), new)
             print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
 

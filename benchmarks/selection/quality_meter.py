@@ -14,7 +14,6 @@ again. ``--summary`` prints Spearman's rank correlation over prompts of each sig
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.selection.prompts import KINDS, add_prompt_arguments, prompts_of
 from benchmarks.sweeps.engines import add_model_arguments, model_of
+from benchmarks.sweeps.rows import append, read
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.scheduling.quality_meter import kl_divergence
@@ -172,11 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_model_arguments(parser)
     add_prompt_arguments(parser, length=4096, prompts=4)
     args = parser.parse_args(argv)
-    rows = []
     try:
-        if args.summary or args.out.exists():
-            with args.out.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
+        rows = read(args.out) if args.summary or args.out.exists() else []
     except OSError as error:
         parser.error(str(error))
     if args.summary:
@@ -196,13 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = time.perf_counter()
             about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
             new = [about | row for row in follow(loaded, prompt.tokens, steps, ends)]
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            fresh = not args.out.exists()
-            with args.out.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(new[0]), lineterminator="\n")
-                if fresh:
-                    writer.writeheader()
-                writer.writerows(new)
+            append(args.out, list(new[0]), new)
             print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.cases import LIMITS
-from benchmarks.sweeps.rows import read, show
+from benchmarks.sweeps.rows import append, read, show
 from shadowkv.bench.serving_stats import Record, details, figures, goodput
 
 COLUMNS = (
@@ -40,12 +39,7 @@ class Table:
         row |= {"output_tokens_per_s": result["output_throughput"], "goodput": result["request_goodput"]}
         detail = self.folder / f"{engine.replace(' ', '-')}-{case}.json"
         detail.write_text(json.dumps({**about, "rate": rate, **result}, indent=1) + "\n", encoding="utf-8")
-        there = self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if not there:
-                writer.writeheader()
-            writer.writerow({name: show(row[name]) for name in COLUMNS})
+        append(self.path, COLUMNS, [{name: show(row[name]) for name in COLUMNS}])
         print(" ".join(f"{name}={show(row[name])}" for name in COLUMNS), flush=True)
 
 

@@ -24,7 +24,6 @@ in 16 replaced:
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 import sys
@@ -36,6 +35,7 @@ from typing import Any
 
 from benchmarks.prefix_cache.hits import write_rows
 from benchmarks.sweeps.engines import about, add_model_arguments, model_of
+from benchmarks.sweeps.rows import read
 from shadowkv.engine.config import EngineConfig, add_policies
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.sampling_params import SamplingParams
@@ -170,10 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.always and args.method != "sparse":
         parser.error(f"--always is for --method sparse, not {args.method!r}: other drafts have a gate for each request")
-    rows = list[dict[str, Any]]()
-    if args.out.exists():
-        with args.out.open(newline="", encoding="utf-8") as file:
-            rows += csv.DictReader(file)
+    rows: list[dict[str, Any]] = [*read(args.out)] if args.out.exists() else []
     there = {tuple(row[name] for name in KEY) for row in rows}
     for kv in args.kv:
         longest = max(args.context) + args.tokens + 512

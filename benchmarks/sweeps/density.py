@@ -16,7 +16,6 @@ worst query. Rows leave out the last tiles of a prompt, which attend to everythi
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections import defaultdict
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.sweeps.engines import add_model_arguments, model_of
+from benchmarks.sweeps.rows import append
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.forward import BLOCK_TOKENS
 from shadowkv.engine.startup.loading import load_from_config
@@ -156,14 +156,8 @@ def left_out(q: Tensor, k: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 def add_row(path: Path, row: dict[str, object]) -> None:
     """Appends a row to a CSV file. A new file begins with the names of the columns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     row |= {name: value for name, value in provenance().items() if name in ("commit", "command", "gpu")}
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    append(path, list(row), [row])
     print(row, flush=True)
 
 

@@ -6,7 +6,7 @@ This module imports neither shadowkv nor PyTorch, because benchmarks of other en
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Rows:
         self.path, (key, figures) = path, kind
         path.parent.mkdir(parents=True, exist_ok=True)
         self.key, self.columns = (*key, *replayed), [*key, *figures, *replayed, *ABOUT]
-        self._there: set[tuple[str, ...]] | None = None
+        self._there = set[tuple[str, ...]]()
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
                 columns = next(csv.reader(file), [])
@@ -74,22 +74,28 @@ class Rows:
 
     def has(self, row: Row) -> bool:
         """Whether the file has a row with the same identifying columns."""
-        return self._there is not None and self._name(row) in self._there
+        return self._name(row) in self._there
 
     def add(self, row: Row) -> None:
         """Appends a row, and prints it."""
         shown = {name: show(row.get(name)) for name in self.columns}
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            if self._there is None:
-                writer.writeheader()
-                self._there = set()
-            writer.writerow(shown)
+        append(self.path, self.columns, [shown])
         self._there.add(self._name(row))
         print(" ".join(f"{name}={shown[name]}" for name in self.columns[: -len(ABOUT)] if shown[name]), flush=True)
 
     def _name(self, row: Row) -> tuple[str, ...]:
         return tuple(show(row.get(name)) for name in self.key)
+
+
+def append(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Appends rows to a file. A new file begins with the names of the columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
 def read(path: Path) -> list[dict[str, str]]:
