@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_cuda_smollm2 import CACHED
 from test_smollm2 import filler
+from tiers import assert_all_returned, settle
 
 from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import DEFAULT_MODEL
@@ -28,16 +29,9 @@ def opened(kv: str, **options: object) -> LLM:
     return LLM(DEFAULT_MODEL, kv=kv, rope_theta=1e6, **settings)
 
 
-def settle(llm: LLM) -> None:
-    while llm.engine.settling:
-        llm.engine.step()
-
-
 def forget_device(llm: LLM) -> None:
-    settle(llm)
-    while llm.engine.scheduler.prefix_cache.evict():
-        pass
-    assert llm.engine.cache.free == llm.engine.cache.total
+    settle(llm.engine)
+    assert_all_returned(llm.engine)
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo", "turbo-host", "shadowkv"])
@@ -49,7 +43,7 @@ def test_every_tier_answers_alike(tmp_path: Path, kv: str) -> None:
     once = SamplingParams(max_tokens=1, temperature=0.0)
     question = document + filler(llm, SHORT, seed=3)
     llm.generate([document], once)
-    settle(llm)
+    settle(llm.engine)
 
     def asked() -> RequestOutput:
         (answer,) = llm.generate([question], params)

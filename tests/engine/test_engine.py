@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import assert_all_returned
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import PREFILL_PER_DECODE, Engine
@@ -47,9 +48,7 @@ def tokens(outputs: list[TokenOutput]) -> list[int]:
 def assert_empty(engine: Engine) -> None:
     """Nothing is left of any request."""
     assert not engine.has_work and not engine._open and not engine._aborted
-    while engine.scheduler.prefix_cache.evict():
-        pass
-    assert engine.cache.free == engine.cache.total
+    assert_all_returned(engine)
     assert engine.cache.free["sequences"] == engine.config.max_num_seqs + engine.config.max_cached_seqs
 
 

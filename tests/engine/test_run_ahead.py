@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tiers import assert_all_returned
 
 from shadowkv import SamplingParams
 from shadowkv.engine.engine import Engine
@@ -68,9 +69,7 @@ def test_answers_are_those_of_steps_one_by_one(make: Any, monkeypatch: pytest.Mo
     assert answers(ahead, params) == answers(wanted, params)
     assert any(launched)
     for engine in (ahead, wanted):
-        while engine.scheduler.prefix_cache.evict():
-            pass
-        assert engine.cache.free == engine.cache.total
+        assert_all_returned(engine)
 
 
 def test_a_finished_sequence_keeps_only_what_was_said(make: Any) -> None:

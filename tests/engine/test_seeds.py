@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from test_engine import drain, prompt, tokens
+from tiers import evict_device
 from torch import Tensor
 
 from shadowkv import SamplingParams
@@ -66,8 +67,7 @@ def test_a_seed_repeats_between_hits_and_on_a_fresh_engine(engine: Recorded) -> 
     fresh = engine.answer("fresh", wanted, SEEDED)
     assert engine.selected and fresh[-1].cached_tokens == 0
     selected = engine.selected
-    while engine.scheduler.prefix_cache.evict():
-        pass
+    evict_device(engine)
     again = engine.answer("again", wanted, SEEDED)
     assert (tokens(again), logprobs(again)) == (tokens(fresh), logprobs(fresh)) and alike(selected, engine.selected)
 
@@ -89,8 +89,7 @@ def test_random_numbers_are_the_same_in_any_company(engine: Recorded) -> None:
     wanted = prompt(6, 1200)
     alone = engine.answer("alone", wanted, SEEDED)
     seeds = [int(one[-1]) for one in engine.seeds]
-    while engine.scheduler.prefix_cache.evict():
-        pass
+    evict_device(engine)
     for number in range(3):
         engine.add_request(f"other {number}", prompt(number, 1300), replace(SEEDED, seed=number, max_tokens=40))
     beside = engine.answer("beside", wanted, SEEDED)
@@ -119,8 +118,7 @@ def test_greedy_answers_repeat_without_a_seed_and_others_do_not(engine: Recorded
         for name in "ab":
             engine.answer(name, wanted, params)
             made.append([int(one) for one in engine.seeds])
-            while engine.scheduler.prefix_cache.evict():
-                pass
+            evict_device(engine)
         return made
 
     first, second = seeds(0.0)

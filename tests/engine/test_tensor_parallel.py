@@ -20,6 +20,7 @@ from drafting import SUFFIX, counts, draft_by, mostly
 from safetensors.torch import save_file
 from test_engine import drain, prompt, tokens
 from test_mixed_steps import never_joining, paced
+from tiers import assert_all_returned
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -111,9 +112,7 @@ def test_ranks_answer_as_one(model: Path, size: int, kv: str) -> None:
     with engine_of(model, size, kv=kv) as engine:
         found = answers(engine)
         assert engine.cache.free.within(engine.cache.total)
-        while engine.scheduler.prefix_cache.evict():
-            pass
-        assert engine.cache.free == engine.cache.total
+        assert_all_returned(engine)
     assert found.keys() == expected.keys() == {"long", "short", "shares", "scored"}
     assert found["shares"][-1].cached_tokens >= 64
     for name, outputs in expected.items():
@@ -149,9 +148,7 @@ def test_ranks_compute_prompts_in_the_pass_of_a_step(model: Path) -> None:
                 outputs += engine.step()
             joined = [sorted(prompts) for _, prompts in steps if prompts]
             assert joined == ([] if size == 1 else [[30, 90]])
-            while engine.scheduler.prefix_cache.evict():
-                pass
-            assert engine.cache.free == engine.cache.total
+            assert_all_returned(engine)
         names = ("first", "sampled", "shares")
         found.append({name: [output for output in outputs if output.request_id == name] for name in names})
     for name in found[0]:
@@ -330,9 +327,7 @@ def test_ranks_verify_drafts_together(model: Path, monkeypatch: pytest.MonkeyPat
         for name, length in (("a", 60), ("b", 300)):
             engine.add_request(name, prompt(length, length), params)
         found = {name: tokens(outputs) for name, outputs in drain(engine).items()}
-        while engine.scheduler.prefix_cache.evict():
-            pass
-        assert engine.cache.free == engine.cache.total
+        assert_all_returned(engine)
         return found
 
     with engine_of(model, 2, kv="shadowkv:place=device") as engine:
@@ -378,9 +373,7 @@ def test_ranks_draft_with_their_own_heads(model: Path, monkeypatch: pytest.Monke
     with engine_of(model, 2, kv="full-speculative:budget=2048") as engine:  # draft steps attend to everything
         assert said(engine) == wanted
         assert counts(engine)[0] > 100 and counts(engine)[1] == 0
-        while engine.scheduler.prefix_cache.evict():
-            pass
-        assert engine.cache.free == engine.cache.total
+        assert_all_returned(engine)
 
 
 def test_ranks_compute_narrow_steps(model: Path) -> None:

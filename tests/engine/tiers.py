@@ -23,6 +23,12 @@ def evict_device(engine: Engine) -> None:
         pass
 
 
+def assert_all_returned(engine: Engine) -> None:
+    """What the prefix cache keeps on the device is all that is not free."""
+    evict_device(engine)
+    assert engine.cache.free == engine.cache.total
+
+
 def evict_host(engine: Engine, count: int = 10**9) -> None:
     """Drops up to so many copies in host memory that nobody uses."""
     cache = engine.scheduler.prefix_cache
@@ -62,10 +68,9 @@ def assert_consistent(engine: Engine) -> None:
 
 def assert_nothing_left(engine: Engine) -> None:
     """To be called when all requests are answered, and the tiers have come to rest."""
-    evict_device(engine)
+    assert_all_returned(engine)
     evict_host(engine)
     lower = engine.scheduler.prefix_cache.lower
-    assert engine.cache.free == engine.cache.total
     assert lower.copies.host.used_bytes == 0
     assert not engine.settling
     assert_consistent(engine)
