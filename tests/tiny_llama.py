@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 CONFIG = {
     "model_type": "llama",
@@ -20,8 +21,8 @@ CONFIG = {
 }
 
 
-def write_config(directory: Path, hidden_size: int, max_position_embeddings: int) -> Path:
+def write_config(directory: Path, hidden_size: int, max_position_embeddings: int, **fields: Any) -> Path:
     """Makes ``directory`` that of a model without files of weights; returns it."""
     sizes = {"hidden_size": hidden_size, "max_position_embeddings": max_position_embeddings}
-    (directory / "config.json").write_text(json.dumps(CONFIG | sizes))
+    (directory / "config.json").write_text(json.dumps(CONFIG | sizes | fields))
     return directory

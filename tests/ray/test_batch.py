@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from shadowkv.ray.__main__ import main
+from tests.tiny_llama import write_config
 
 LINES = 40
 
@@ -40,19 +41,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def flags(tmp_path: Path) -> list[str]:
-    config = {
-        "model_type": "llama",
-        "vocab_size": 300,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": 1,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_config(tmp_path, 48, 2048, tie_word_embeddings=False)
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     model = ["--model", str(tmp_path), "--load-format", "dummy", "--kv", "full", "--max-num-seqs", "2"]
     return ["batch", *files, *model, "--device", "cpu", "--gpu-memory-utilization", "0.05"]

@@ -18,18 +18,6 @@ from shadowkv.serve.app import build_app
 from shadowkv.serve.http.settings import ServerSettings
 from tests.local_engine import LocalEngine
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 1,
-}
 OFFLOAD = 0.03125
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +12,7 @@ import httpx
 import openai
 import pytest
 from app_client import AppClient
-from cached_server import MODEL, serving
+from cached_server import serving
 from fake_engine import FakeEngine
 from http_server import http_server
 
@@ -25,6 +24,7 @@ from shadowkv.serve.app import build_app
 from shadowkv.serve.batch.answers import run_batch
 from shadowkv.serve.batch.files import BatchFiles
 from shadowkv.serve.http.settings import ServerSettings
+from tests.tiny_llama import write_config
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +113,7 @@ def run(engine: FakeEngine, tmp_path: Path) -> Callable[..., int]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights are drawn."""
-    directory = tmp_path_factory.mktemp("tiny")
-    (directory / "config.json").write_text(json.dumps(MODEL))
-    return directory
+    return write_config(tmp_path_factory.mktemp("tiny"), 48, 2048, tie_word_embeddings=False)
 
 
 @pytest.fixture
