@@ -67,9 +67,7 @@ class MockEngine:
         self._tokens: list[list[int]] = [[token] for token in ids]
         limits = RequestLimits(tokenizer.vocab_size, config.max_model_len or MAX_MODEL_LEN, config.default_max_tokens)
         notes = [f"a mock engine without a model, with the tokenizer of {config.model}"]
-        self.facts = EngineFacts(
-            "mock", notes, "mock", limits, frozenset(), {}, config, "mock", float(config.max_num_seqs)
-        )
+        self.facts = EngineFacts("mock", notes, "mock", limits, {}, config, "mock", float(config.max_num_seqs))
         self._limits, self._steps, self._number = limits, float(STEPS), 0
         self._made = [time.monotonic()] * DIGITS
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()

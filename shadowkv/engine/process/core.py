@@ -125,7 +125,6 @@ class EngineCore:
             engine.notes,
             engine.model_name,
             engine.requests.limits,
-            engine.requests.stop_ids,
             engine.sampling_defaults,
             engine.config,
             engine.model_path,

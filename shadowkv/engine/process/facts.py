@@ -113,7 +113,6 @@ class EngineFacts:
     Attributes:
         socket: the socket's name in the folder.
         notes: lines for a server's start: the model, the policy, and how many sequences of which length fit.
-        stop_ids: tokens that end an answer.
         model_path: the model's file or folder; with dummy weights the ``model`` setting.
         max_concurrency: number of sequences of the maximum length that fit into the KV cache at once.
         advice: a note for models that are too small to answer well; None for others.
@@ -123,7 +122,6 @@ class EngineFacts:
     notes: list[str]
     model_name: str
     limits: RequestLimits
-    stop_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     config: EngineConfig
     model_path: str

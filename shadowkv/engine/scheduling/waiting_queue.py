@@ -125,10 +125,6 @@ class WaitingQueue:
         """Whether the first request of the order is a newcomer's."""
         return any(request.tenant in self.newcomers for request in self.ordered()[:1])
 
-    def count(self, tenant: str) -> int:
-        """Number of a tenant's waiting requests. Any thread can call it."""
-        return self._waiting[tenant]
-
     def ordered(self) -> list[Request]:
         """The requests in the order of admission."""
         newcomers = self._newcomers()  # they change as answers grow
