@@ -44,6 +44,12 @@ def has(extra: str) -> bool:
     return bool(names) and all(_distribution(name) for name in names)
 
 
+def version_of(package: str) -> str | None:
+    """Returns the installed version of a package; None if it is not installed."""
+    found = _distribution(package)
+    return None if found is None else found.version
+
+
 def building_cpu() -> str:
     """Returns the command that builds the C++ ops again and shows the errors of the build. Returns advice if there are
     no sources."""

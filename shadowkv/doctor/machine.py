@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import psutil
 import torch
 
 from shadowkv import __version__
-from shadowkv.installation import adding, clone, has
+from shadowkv.installation import adding, clone, has, version_of
 from shadowkv.kvcache.memory.free_memory import free_host_bytes
 from shadowkv.ops.cuda_compiler import OLDEST_TORCH, CompilerNotFound, find_compiler, find_ninja
 from shadowkv.ops.extension import CUDA_FOLDER, built_with, cpu_library, cpu_missing, cuda_of_driver, dotted
@@ -85,7 +84,7 @@ class Machine:
             source=None if folder is None else str(folder),
             python=f"{platform.python_version()} ({sys.executable})",
             torch=torch.__version__,
-            triton=_version("triton"),
+            triton=version_of("triton"),
             cuda_runtime=torch.version.cuda,
             driver=driver and f"{driver}{f', CUDA {dotted(cuda)}' if (cuda := cuda_of_driver()) else ''}",
             gpus=gpus,
@@ -155,13 +154,6 @@ def _simd() -> str:
     if not cpu_missing():
         return str(torch.ops.shadowkv.cpu_isa())
     return torch.backends.cpu.get_cpu_capability()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _first_line(program: str, *arguments: str) -> str | None:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.eval.records.predictions import write_json
+from shadowkv.installation import version_of
 from shadowkv.kvcache.policy.spec import PREFILL_ERROR, KVSpec
 
 if TYPE_CHECKING:
@@ -94,17 +94,10 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
             "commit": commit(),
             "python": platform.python_version(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "libraries": {name: installed for name in LIBRARIES if (installed := _version(name))},
+            "libraries": {name: installed for name in LIBRARIES if (installed := version_of(name))},
         }
     )
     write_json(path, config)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def command_line(arguments: Sequence[str] | None) -> list[str]:
