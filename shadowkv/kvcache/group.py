@@ -96,7 +96,7 @@ class LayerGroup:
         queries in a way that a graph cannot capture."""
         spec = self.layout.spec
         device_only = spec.place == "device" and not spec.outliers and not spec.native
-        return spec.compresses and device_only and self.layout.parts.captures_observe
+        return spec.compresses and device_only and self.layout.parts.captures_observe(self.store.ops)
 
     def learns(self, sequence: CachedSequence) -> bool:
         """Whether ``sequence`` is dense and can be compressed later, and a part learns from its prompt's last queries

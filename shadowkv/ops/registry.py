@@ -91,7 +91,7 @@ def register(
         name: the backend's name.
         backend: a function with the signature of the reference, or a module with such a function. In a module, the
             function has the name of the form, or of an op without forms. The module can also have ``supports``,
-            ``missing``, ``SYNCHRONISES`` and ``NEEDS_LENGTHS``, as files of backends have.
+            ``missing``, ``SYNCHRONISES``, ``NEEDS_LENGTHS`` and ``NOT_IN_GRAPHS``, as files of backends have.
         device_types: ``cpu``, ``cuda`` or both.
         preferred: whether it is considered before all other backends. If not, it serves only where an override names
             it.
@@ -123,6 +123,7 @@ class Choice:
         function: the backend's function.
         synchronises: whether the function makes the host wait for the device.
         needs_lengths: whether the host must know the lengths of packed sequences.
+        not_in_graphs: whether a CUDA graph must not capture the function.
         reasons: faster backends that are not used, and why: ``name: reason``.
         unbuilt: why a faster backend's library cannot be used, if building it, or building it again, would help
             (``Unbuilt``). If there are several such reasons, the first. None if there is none.
@@ -132,6 +133,7 @@ class Choice:
     function: Callable[..., Any]
     synchronises: bool
     needs_lengths: bool
+    not_in_graphs: bool
     reasons: list[str]
     unbuilt: str | None = None
     outside: bool = False
@@ -173,7 +175,9 @@ def choose(
         if not reasons:
             synchronises = getattr(module, "SYNCHRONISES", False)
             needs_lengths = kind == "cuda" and form in getattr(module, "NEEDS_LENGTHS", ())
-            return Choice(backend, function, synchronises, needs_lengths, passed_over, unbuilt, backend in outside)
+            not_in_graphs = kind == "cuda" and getattr(module, "NOT_IN_GRAPHS", False)
+            limits = (synchronises, needs_lengths, not_in_graphs)
+            return Choice(backend, function, *limits, passed_over, unbuilt, backend in outside)
         passed_over.append(f"{backend}: {'; '.join(reasons)}")
     why = f": {'; '.join(passed_over)}" if passed_over else ""
     raise ValueError(f"op {name!r} has no backend {backends[0]!r} here{why}")
@@ -223,6 +227,8 @@ class Ops(References):
         synchronising: entries of ``called`` that make the host wait for the device. They cannot be captured in a graph.
         needing_lengths: entries of ``called`` for which the host must know the lengths of packed sequences. A graph
             would keep the lengths that it was captured with.
+        not_in_graphs: entries of ``called`` that a CUDA graph must not capture. Decode steps do not call them, so
+            graphs of decode steps stay possible.
 
     Raises:
         ValueError: an override names an unknown op. Or it names a backend that the op does not have, or that cannot
@@ -253,6 +259,7 @@ class Ops(References):
         self.unbuilt: dict[str, str] = {}
         self.synchronising: list[str] = []
         self.needing_lengths: list[str] = []
+        self.not_in_graphs: list[str] = []
         functions: dict[str, Callable[..., Any]] = {}
         for name in CALLS:
             override = overrides.get(name, overrides.get(name.partition(".")[0]))
@@ -267,6 +274,8 @@ class Ops(References):
                 self.synchronising.append(name)
             if name in self.called and choice.needs_lengths:
                 self.needing_lengths.append(name)
+            if name in self.called and choice.not_in_graphs:
+                self.not_in_graphs.append(name)
             functions[name] = choice.function
         for name in NAMES:
             forms = {form: functions[f"{name}.{form}"] for form in FORMS.get(name, ())}

@@ -12,6 +12,9 @@ import torch
 
 import shadowkv.ops
 from shadowkv.engine.execution.fused_layers import FusedLayers
+from shadowkv.kvcache.parts import build_parts, resolve
+from shadowkv.kvcache.policy.shape import ModelShape
+from shadowkv.kvcache.presets import preset
 from shadowkv.ops.attend_coded.selected import BACKENDS as SELECTED
 from shadowkv.ops.attend_coded.selected import EveryChunk
 from shadowkv.ops.attend_selected import cuda as attend_selected
@@ -250,6 +253,23 @@ def test_libraries_that_have_to_know_lengths(built: None, library: str, forms: l
     ops = Ops("cuda", INT4, attention_backend=library)
     assert ops.needing_lengths == [f"dense_attention.{form}" for form in forms]
     assert not Ops("cpu").needing_lengths
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_memory", "captured"),
+    [(128, 232448, True), (256, 232448, True), (256, 101376, False), (512, 232448, False)],
+)
+def test_a_sketch_is_learned_in_a_graph_where_a_kernel_whitens_rows(
+    built: None, head_dim: int, block_memory: int, captured: bool
+) -> None:
+    """101,376 bytes are a thread block's shared memory on an RTX 4090."""
+    ops = Ops("cuda", replace(INT4, head_dim=head_dim, block_memory=block_memory), attention_backend="shadowkv")
+    shape = ModelShape(2, 32, 8, head_dim)
+    parts = build_parts(resolve(preset("turbo:rank=32"), shape), shape, torch.bfloat16)
+    assert (ops.backends["whiten_rows"] == "cuda") == captured
+    assert ops.not_in_graphs == ["whiten_rows"] * (not captured)
+    assert parts.captures_observe(ops) == captured
+    assert "whiten_rows" not in Ops("cpu").not_in_graphs, "there are no graphs on a CPU"
 
 
 @pytest.mark.parametrize(

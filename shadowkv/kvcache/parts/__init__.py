@@ -25,6 +25,7 @@ from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, Pref
 from shadowkv.kvcache.plugins import checked_name, has, load_own
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import NATIVE, PAGE, ROTATED, SKETCH, KVSpec
+from shadowkv.ops.registry import Ops
 from shadowkv.settings import settings_of, violations
 
 DENSE = "dense"
@@ -106,10 +107,9 @@ class Parts:
         """Whether a part learns from a prompt's last queries."""
         return any(part.observes for part in self)
 
-    @property
-    def captures_observe(self) -> bool:
-        """Whether a CUDA graph can capture what parts learn from a prompt's last queries."""
-        return all(part.captures_observe for part in self if part.observes)
+    def captures_observe(self, ops: Ops) -> bool:
+        """Whether a CUDA graph can capture what parts learn from a prompt's last queries, with an engine's ops."""
+        return all(part.captures_observe(ops) for part in self if part.observes)
 
     @property
     def diagnostics(self) -> tuple[str, ...]:

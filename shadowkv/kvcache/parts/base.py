@@ -7,9 +7,9 @@ head, c tokens per chunk, C = 64 / c chunks per page.
 
 On a GPU, the CUDA graph of a decode step captures ``select`` and ``source``. Another graph captures ``compress``.
 Graphs of prompts capture ``source`` and ``compress``. So these methods must not wait for the device, and shapes must
-depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` is True. ``fit`` is
-never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask these
-pages. An index must also mask chunks that are ``EXCLUDED``.
+depend only on the shapes of their arguments. The same holds for ``observe`` if ``captures_observe`` returns True.
+``fit`` is never captured. Past a row's ``num_pages``, page tables have ids of arbitrary existing pages. Parts must mask
+these pages. An index must also mask chunks that are ``EXCLUDED``.
 """
 
 from __future__ import annotations
@@ -182,13 +182,10 @@ class StoredPart(Part, ABC):
         settings: the part's settings in its policy.
         diagnostics: names of state fields that hold one number, which says how well a state fits. Smaller is worse.
         weights: names of the weights that a checkpoint must have in every layer (``CompressedStore.weights``).
-        captures_observe: whether a CUDA graph can capture ``observe``. If not, prompts from which the part learns run
-            without graphs.
     """
 
     diagnostics: ClassVar[tuple[str, ...]] = ()
     weights: ClassVar[tuple[str, ...]] = ()
-    captures_observe: bool = False
 
     def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -236,6 +233,11 @@ class StoredPart(Part, ABC):
     def observes(self) -> bool:
         """Whether the part learns from a prompt's last queries."""
         return type(self).observe is not StoredPart.observe
+
+    def captures_observe(self, ops: Ops) -> bool:
+        """Whether a CUDA graph can capture ``observe`` with an engine's ops. If not, prompts from which the part learns
+        run without graphs."""
+        return False
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         """Learns from a prompt's last queries. ``observe`` is called before ``fit``. If the prompt stays dense at

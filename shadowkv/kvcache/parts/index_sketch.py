@@ -26,7 +26,6 @@ from shadowkv.ops.select_by_sketch.reference import most_kept
 from shadowkv.ops.select_top_chunks.reference import in_order
 from shadowkv.ops.sign_scores.reference import EXCLUDED_SCALE, RUN
 from shadowkv.ops.sketch_queries.reference import plane_bytes
-from shadowkv.ops.whiten_rows.cuda import LARGEST
 from shadowkv.settings import Check, setting
 
 ISOTROPIC = 0.85
@@ -38,11 +37,6 @@ attention, on RULER prompts of 16K and 32K tokens. They miss 2 % with the identi
 
 class KeySketch(IndexPart):
     """Base class of ``Sketch`` and ``SignSketch``: stores the sketches of keys."""
-
-    def __init__(self, spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> None:
-        super().__init__(spec, shape, dtype)
-        # Larger matrices have no kernel of whiten_rows. A library factors them, which was not tried in a graph.
-        self.captures_observe = shape.head_dim <= LARGEST
 
     @classmethod
     def unsupported(cls, spec: KVSpec, shape: ModelShape) -> list[str]:
@@ -73,6 +67,9 @@ class KeySketch(IndexPart):
         """Bytes of the map of queries, the only field that a decode step reads. The other fields are read when tokens
         are compressed."""
         return self.state_fields()[-1].nbytes
+
+    def captures_observe(self, ops: Ops) -> bool:
+        return "whiten_rows" not in ops.not_in_graphs
 
     def observe(self, store: CompressedStore, layers: slice, states: Tensor, queries: Tensor, first: Tensor) -> None:
         maps = sketch_maps(queries, self.shape.num_kv_heads, store.rotation("sketch"), store.ops)

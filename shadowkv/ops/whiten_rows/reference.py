@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# A library factors the matrices. It was not tried in a graph.
+NOT_IN_GRAPHS = True
+
 
 def whiten_rows(rows: Tensor, products: Tensor, shift: float = 0.0) -> Tensor:
     """Returns L⁻¹ D x for each of M matrices x. D is the diagonal matrix with which D P D has ones on the diagonal. L
