@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from textwrap import TextWrapper
 from typing import Any
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
@@ -16,9 +17,13 @@ from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.plan.planner import Plan, Planner, StepFloor
 from shadowkv.wording import GIB, counted
 
+WIDTH = 100
+"""Maximum length of a line of text, unless a policy's name is longer."""
+
 
 def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
-    """Returns the plans as text: the model, the machine, a description of each policy, and a table."""
+    """Returns the plans as text: the model, the machine, a description of each policy, and a table. If the table is
+    wider than ``WIDTH``, it is divided into several, one below the other, which have the same rows."""
     machine, shape, config = planner.machine, planner.config.shape, planner.config
     host = "as much as the batch needs" if machine.host_memory_gib is None else f"{machine.host_memory_gib:g} GiB"
     offload_gib = machine.kv_offload_gib / planner.shard.size
@@ -43,7 +48,6 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
         f"read at {machine.device_bandwidth_tbs:g} TB/s",
         f"host     {host}{copies}; read at {machine.host_bandwidth_gbs:g} GB/s; hit rate {planner.hit_rate:g}",
         *(f"policy   {plan.kv}: {describe(plan.spec, shape)}" for plan in plans),
-        "",
     ]
     rows = [("", [plan.kv for plan in plans]), *_rows(plans, offload_gib + planner.host_table_bytes / GIB)]
     if planner.replicas > 1:
@@ -52,13 +56,23 @@ def as_text(model: str, planner: Planner, plans: Sequence[Plan]) -> str:
             (f"largest batches of {count} replicas", [str(plan.largest_batch.both * count) for plan in plans]),
             ("  tokens/s at that floor", ["-" if f is None else f"{f.tokens_per_second * count:.0f}" for f in largest]),
         ]
+    wrapper = TextWrapper(WIDTH, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join("\n".join(lines) for lines in [map(wrapper.fill, head), *_tables(rows)])
+
+
+def _tables(rows: Sequence[tuple[str, list[str]]]) -> Iterator[list[str]]:
+    """Yields the lines of each table of some columns of ``rows``, each of which has a name and cells."""
     label = max(len(name) for name, _ in rows)
-    widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(plans))]
-    table = [
-        "  ".join([name.ljust(label), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for name, cells in rows
-    ]
-    return "\n".join(head + table)
+    names = [name.ljust(label) for name, _ in rows]
+    columns = list[list[str]]()
+    for column in zip(*(cells for _, cells in rows), strict=True):
+        width = max(map(len, column))
+        columns.append([cell.rjust(width) for cell in column])
+    while columns:
+        table = [names, columns.pop(0)]
+        while columns and sum(2 + len(column[0]) for column in [*table, columns[0]]) - 2 <= WIDTH:
+            table.append(columns.pop(0))
+        yield ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
 
 
 def _other_heads(shape: ModelShape) -> list[str]:

@@ -16,6 +16,7 @@ from shadowkv.kvcache.sequences.group_layout import WINDOW_SLACK
 from shadowkv.models.sources import config_file
 from shadowkv.plan.__main__ import main
 from shadowkv.plan.cards import parse_card
+from shadowkv.plan.report import WIDTH
 
 COMMAND = ["--model", "llama-3.1-8b", "--context", "124928", "--gpu-memory-gib", "139", "--host-memory-gib", "512"]
 
@@ -24,6 +25,11 @@ def run_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main([*COMMAND, "--json", *flags]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, on one line."""
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_command_runs_as_a_module() -> None:
@@ -138,7 +144,7 @@ def test_quantized_experts_are_planned_as_gpus_hold_them(capsys: pytest.CaptureF
         scales = 2 * inner * 2048 / 128 + 2048 * inner / group
         assert rank["expert_weight_bytes"] == 48 * held * (3 * 2048 * inner / 2 + 2 * scales)
     assert main([*command, "--dtype", "float16"]) == 0
-    assert "those in int4-g128 are counted in float16: GPUs cannot multiply this form" in capsys.readouterr().out
+    assert "those in int4-g128 are counted in float16: GPUs cannot multiply this form" in printed(capsys)
 
 
 def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +165,8 @@ def test_windows_and_full_layers_of_gpt_oss(capsys: pytest.CaptureFixture[str]) 
         assert sum(plan["device_bytes_by_layer_kind"].values()) == plan["device_bytes_per_sequence"]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "bfloat16, mxfp4 weights" in text and "dequantized as they load, 38.96 GiB" in text
+    on_one_line = " ".join(text.split())
+    assert "bfloat16, mxfp4 weights" in on_one_line and "dequantized as they load, 38.96 GiB" in on_one_line
     (line,) = (line for line in text.splitlines() if line.startswith("  in layers of full attention "))
     assert line.split()[-2:] == [f"{kinds['full attention']:,}" for kinds in (full, turbo)]
     main(["--model", "qwen3-30b-a3b-2507", "--context", "32768"])
@@ -190,7 +197,7 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     assert sizes[0] > sizes[64] > sizes[None] > sizes[400] > 0
     assert 64 < sizes[None] < 400
     assert main([*command[:-1], "--max-mamba-checkpoints", "64"]) == 0
-    assert "149.6 MiB each: a sequence has 2, and checkpoints (64) are" in capsys.readouterr().out
+    assert "149.6 MiB each: a sequence has 2, and checkpoints (64) are" in printed(capsys)
     assert main([*command, "--mamba-ssm-cache-dtype", "bfloat16"]) == 0
     assert json.loads(capsys.readouterr().out)["plans"][0]["largest_batch"] > sizes[None]
     drafts = ["--speculative-config", '{"method": "suffix", "num_speculative_tokens": 24}']
@@ -202,7 +209,7 @@ def test_checkpoints_of_recurrent_states_leave_less_for_sequences(capsys: pytest
     # 24 states take as much memory as 24 more checkpoints do, and 24 rows of a step some more.
     assert batch - 1 <= with_drafts["plans"][0]["largest_batch"] <= batch
     assert main([*command[:-1], *drafts]) == 0
-    assert "checkpoints (one for each sequence) and drafted tokens (24) are not counted" in capsys.readouterr().out
+    assert "checkpoints (one for each sequence) and drafted tokens (24) are not counted" in printed(capsys)
     assert main([*command, "--max-mamba-checkpoints", "-1"]) == 2
     assert "--max-mamba-checkpoints -1 must be at least 0" in capsys.readouterr().err
 
@@ -242,7 +249,7 @@ def test_weights_in_eight_bits_leave_more_for_sequences(capsys: pytest.CaptureFi
         assert low[name] == exact[name] + sign * saved
     assert low["plans"][0]["largest_batch"] > exact["plans"][0]["largest_batch"]
     assert main([*COMMAND, "--quantization", "fp8"]) == 0
-    assert "hidden size 4096, bfloat16, fp8 weights\n" in capsys.readouterr().out
+    assert "hidden size 4096, bfloat16, fp8 weights context" in printed(capsys)
 
 
 def test_copies_of_prompts_take_host_memory_and_staging(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,21 +259,28 @@ def test_copies_of_prompts_take_host_memory_and_staging(capsys: pytest.CaptureFi
         assert before["largest_batch_host"] == after["largest_batch_host"]
         assert 0 <= before["largest_batch"] - after["largest_batch"] <= 1
     assert main([*COMMAND, "--kv", "turbo", "--kv-offload-gib", "64"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys)
     assert "512 GiB, and 64 GiB for copies of cached prompts;" in text
-    assert [line.split()[-1] for line in text.splitlines() if line.startswith("host GiB at")] == ["64.0"]
+    assert "host GiB at the largest batch 64.0 attended" in text
     assert main([*COMMAND, "--kv", "turbo", "--kv-offload-gib", "64", "--tensor-parallel-size", "2"]) == 0
-    text = capsys.readouterr().out
+    text = printed(capsys)
     assert "512 GiB, and 32 GiB for copies of cached prompts;" in text, "of the first of two ranks"
 
 
 def test_text_has_a_column_per_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--kv", *PRESETS]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.split() == list(PRESETS)]
-    assert len([line for line in lines if line.startswith("policy")]) == len(PRESETS)
-    assert main([*COMMAND, "--kv", "full", "shadowkv", "turbo", "quest"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines()[-15:])) <= 120
+    head, *tables = capsys.readouterr().out.strip().split("\n\n")
+    lines = [line for table in tables for line in table.splitlines()]
+    assert max(map(len, [*head.splitlines(), *lines])) <= WIDTH < sum(map(len, PRESETS))
+    assert [name for table in tables for name in table.splitlines()[0].split()] == list(PRESETS)
+    labels = [[line[:36] for line in table.splitlines()[1:]] for table in tables]
+    assert labels == [labels[0]] * len(tables), "each table has all rows"
+    attended = [cell for line in lines if line.startswith("attended") for cell in line.split()[4:]]
+    plans = run_json(capsys, "--kv", *PRESETS)["plans"]
+    assert attended == [str(plan["attended_tokens_per_step"]) for plan in plans]
+    assert [line.split()[1] for line in head.splitlines() if line.startswith("policy")] == [f"{n}:" for n in PRESETS]
+    described = " ".join(head.split())
+    assert all(f"policy {plan['kv']}: {plan['spec_in_words']}" in described for plan in plans)
 
 
 def test_overrides_extend_the_context(capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,7 +461,7 @@ def test_weights_of_a_form(quantization: str, words: str, bits: float, capsys: p
     cut = run_json(capsys, "--quantization", quantization, "--tensor-parallel-size", "2")
     assert cut["weight_bytes"] == pytest.approx(found["weight_bytes"] / 2, rel=1e-3)
     main([*COMMAND, "--quantization", quantization])
-    text = capsys.readouterr().out
+    text = printed(capsys)
     assert f"bfloat16, {words} weights" in text and "dequantized as they load, 14.96 GiB" in text
 
 
