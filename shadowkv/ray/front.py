@@ -25,13 +25,13 @@ from starlette.types import Message, Receive, Scope, Send
 from shadowkv.ray.prefixes import prefix_of
 from shadowkv.ray.router import ForwardedRequest, sendable
 from shadowkv.serve.app import add_middleware
-from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError
+from shadowkv.serve.bodies.api_error import MESSAGES_URL, ApiError, server_stopping
 from shadowkv.serve.bodies.reader import SHORT_BYTES, BodyReader
 from shadowkv.serve.http.errors import RETRY_SECONDS, error_response, handle_errors
 from shadowkv.serve.http.metrics import ConnectionMetrics, labelled, replicas_gauge
 from shadowkv.serve.http.owners import current_tenant, prompt_owner
 from shadowkv.serve.http.replies import encoded_event, unless_disconnected
-from shadowkv.serve.http.request_record import SERVER_STOPPING, current_record
+from shadowkv.serve.http.request_record import current_record
 from shadowkv.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -172,16 +172,13 @@ class Front:
                 return
             except asyncio.TimeoutError:
                 reason = f"no replica has accepted the request within {ACCEPT_SECONDS:g} s"
-                return await answer.fail(ApiError(reason, status=503, code="no_replica"), "no_replica")
+                return await answer.fail(ApiError(reason, status=503, code="no_replica"))
             except (RayError, RayServeException) as error:
                 if answer.is_whole:
                     return
                 if last or answer.has_begun or self._stopped:
-                    reason = (
-                        "the engine has been shut down" if self._stopped else "the engine has died with its replica"
-                    )
-                    cut = SERVER_STOPPING if self._stopped else "engine_dead"
-                    return await answer.fail(ApiError(reason, status=503, code="engine_dead"), cut)
+                    died = ApiError("the engine has died with its replica", status=503, code="engine_dead")
+                    return await answer.fail(server_stopping() if self._stopped else died)
                 logger.warning("a request is sent to another replica than %s: %s", replica, type(error).__name__)
                 request = replace(request, avoid=replica)
 
@@ -229,10 +226,9 @@ class _Answer:
         self.is_whole = not message.get("more_body")
         await self._send(message)
 
-    async def fail(self, error: ApiError, cut: str) -> None:
+    async def fail(self, error: ApiError) -> None:
         """Ends the answer with an error. If the answer has not begun, the error is the whole answer. In a stream, the
-        error is the last event. Otherwise this raises ``error``, which closes the connection. ``cut`` is the log's word
-        for the reason."""
+        error is the last event. Otherwise this raises ``error``, which closes the connection."""
         path = self._scope["path"]
         if not self.has_begun:
             response = error_response(error, path)
@@ -240,7 +236,7 @@ class _Answer:
             return await response(self._scope, self._receive, self._send)
         record = current_record()
         assert record is not None
-        record.cut = cut
+        record.cut = error.code
         if not self._is_stream:
             raise error  # the connection is closed: the client sees that the answer is incomplete
         await self._send({"type": "http.response.body", "body": self._last_events(error, path), "more_body": False})

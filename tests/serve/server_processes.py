@@ -19,6 +19,9 @@ SECONDS = 300
 RUNNING = 4
 BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
+STOPPING = ("server_stopping", "the server is stopping")
+"""Code and message of the error of requests that a stopping server ends."""
+
 
 @dataclass
 class Server:

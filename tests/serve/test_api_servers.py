@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from replies import events
-from server_processes import BODY, SECONDS, Server, is_gone, server
+from server_processes import BODY, SECONDS, STOPPING, Server, is_gone, server
 
 from shadowkv.serve.__main__ import parse
 from shadowkv.serve.http.counts import Counts
@@ -169,8 +169,8 @@ def test_requests_in_flight_end_with_an_error_after_the_drain_time(tiny_model: P
         family = one.family()
         with streams_in_both(one) as streams:
             one.http.send_signal(signal.SIGTERM)
-            errors = [stream.events()[-1]["error"]["message"] for stream in streams]
-        assert errors == ["the engine has been shut down"] * len(streams)
+            errors = [stream.events()[-1]["error"] for stream in streams]
+        assert [(error["code"], error["message"]) for error in errors] == [STOPPING] * len(streams)
         assert one.http.wait(SECONDS) == 128 + signal.SIGTERM
         one.assert_nothing_is_left(family)
 

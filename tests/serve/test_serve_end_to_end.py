@@ -245,8 +245,9 @@ def test_a_server_process_stops_cleanly_with_a_request_in_flight(number, code):
     with server_process("--shutdown-timeout", "0.2") as (process, url):
         stream = begin(url, 900)
         process.send_signal(number)
-        with pytest.raises(openai.APIError, match="shut down"):
+        with pytest.raises(openai.APIError, match="the server is stopping") as cut:
             list(stream)
+        assert cut.value.code == "server_stopping"
         _, errors = process.communicate(timeout=300)
         assert process.returncode == code
         assert "Traceback" not in errors and "ERROR" not in errors, errors

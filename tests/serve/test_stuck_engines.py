@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from server_processes import SECONDS, Server, server
 from several_engines import LONG_ANSWER, LONGER, TWO, Stream, engines, samples, two_streams
 
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.process import heartbeat
+from shadowkv.engine.process.launch import EngineProcess
 from shadowkv.engine.sampling_params import SamplingParams
 from tests.local_engine import LocalEngine
 from tests.waiting import wait_until
@@ -76,6 +79,26 @@ def test_a_server_whose_only_engine_is_stopped_says_so(tiny_model: Path) -> None
         assert stream.last()["choices"][0]["finish_reason"] == "length"
         wait_until(lambda: health(one) == (200, {"status": "ok"}))
         assert one.gauge("engine_stuck") == 0
+
+
+def test_an_engine_that_is_stuck_gets_no_time_to_end(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    config = EngineConfig(model=str(tiny_model), load_format="dummy", device="cpu", kv="full", max_num_seqs=2)
+    process = EngineProcess(config)
+    [client] = process.clients
+
+    async def stopped() -> float:
+        client.connect()
+        psutil.Process(process._process.pid).suspend()
+        while client.state != "stuck":
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await asyncio.to_thread(process.stop, SECONDS)
+        client.disconnect()
+        return time.monotonic() - began
+
+    assert asyncio.run(asyncio.wait_for(stopped(), 2 * SECONDS)) < SECONDS
+    assert not Path(process.folder).exists()
 
 
 def test_an_engine_whose_step_does_not_end_is_stuck(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

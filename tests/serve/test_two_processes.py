@@ -171,7 +171,7 @@ def test_a_server_ends_while_it_tries_a_schema(tiny_model: Path, end: signal.Sig
         one.http.wait(SECONDS)
         if end == signal.SIGTERM:
             response, _ = answer.result()
-            assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")
         else:
             assert isinstance(answer.exception(SECONDS), httpx.HTTPError)
         wait_until(lambda: all(map(is_gone, family)))

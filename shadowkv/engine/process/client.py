@@ -327,7 +327,7 @@ class EngineClient:
     def end(self) -> EngineDead:
         """The error that says why the engine serves no more requests."""
         if self.stopping or (self._ended and self._error is None):
-            return EngineStopped("the engine has been shut down")
+            return EngineStopped("the engine has been stopped")
         return EngineDead(self._error or "the engine has died")
 
     async def _ask(self, question: messages.Question, seconds: float | None, kind: Any) -> Any:

@@ -121,15 +121,16 @@ class EngineProcess:
 
     def stop(self, seconds: float) -> None:
         """Ends the process after the current step, which has ``seconds`` to end. If the process is still running after
-        ``seconds + GRACE_SECONDS``, it is killed. If the engines do not serve yet, it is killed at once. Requests in
-        flight get EngineDead. A second call does nothing."""
+        ``seconds + GRACE_SECONDS``, it is killed. If the engines do not serve yet, or if one is stuck, it is killed at
+        once. Requests in flight get EngineDead. A second call does nothing."""
+        heeds = bool(self._clients) and all(client.state != "stuck" for client in self._clients)
         self._stopping = True
         for client in self._clients:
             client.stopping = True
         with suppress(OSError):
             self._control.send(seconds)
         try:
-            self._process.wait(seconds + GRACE_SECONDS if self._clients else 0.0)
+            self._process.wait(seconds + GRACE_SECONDS if heeds else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from shadowkv.engine.request import EngineBusy, EngineDead, RequestError, SchemaTimeout
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError, SchemaTimeout
 from shadowkv.prefix_cache.protocol import DiskTooSlow, NotDone, UnknownName, UnusableName
-from shadowkv.serve.bodies.api_error import ApiError
+from shadowkv.serve.bodies.api_error import ApiError, server_stopping
 from shadowkv.serve.http.request_record import current_record
 
 logger = logging.getLogger("shadowkv.serve.errors")  # the name that the log shows
@@ -73,6 +73,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(str(error), param=error.param)
     if isinstance(error, PydanticCustomError):  # a parameter that could only be checked with the prompt's length
         return ApiError(error.message(), param=(error.context or {}).get("param"))
+    if isinstance(error, EngineStopped):
+        return server_stopping()
     if isinstance(error, EngineDead):
         return ApiError(str(error), status=503, code="engine_dead")
     if isinstance(error, EngineBusy):

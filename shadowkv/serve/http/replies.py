@@ -15,10 +15,9 @@ import msgspec
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from shadowkv.engine.request import EngineStopped
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.http.errors import CLIENT_CLOSED_REQUEST, as_api_error, error_response
-from shadowkv.serve.http.request_record import INTERNAL, SERVER_STOPPING, current_record
+from shadowkv.serve.http.request_record import INTERNAL, current_record
 
 T = TypeVar("T")
 
@@ -92,7 +91,7 @@ class Events:
         except Exception as error:
             shown = as_api_error(error)
             if (record := current_record()) is not None:
-                record.cut = SERVER_STOPPING if isinstance(error, EngineStopped) else shown.code or INTERNAL
+                record.cut = shown.code or INTERNAL
             yield self._event(self.failure(shown))
         if self.end:
             yield self.end
