@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from shadowkv.engine.speculation.config import SpeculativeConfig
-from shadowkv.field_types import wrong_types
+from shadowkv.field_types import as_json, wrong_types
 from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.kvcache.policy.spec import FETCH_BUFFER, PREFILL_ERROR, PREFILL_ERROR_HELP, KVSpec
 from shadowkv.kvcache.presets import CACHE_DTYPES, POLICY_HELP, preset, with_drafts
@@ -433,7 +433,7 @@ class EngineConfig:
             try:
                 SpeculativeConfig.of(self.speculative_config)
             except ValueError as error:
-                bad.append(f"speculative_config={dict(self.speculative_config)!r:.200}: {error}")
+                bad.append(f"speculative_config={as_json(dict(self.speculative_config)):.200}: {error}")
         if self.rope_theta is not None and "rope_theta" in (self.hf_overrides or {}):
             bad.append(f"rope_theta={self.rope_theta} is also in hf_overrides: set only one of them")
         if bad:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shadowkv.command_line import Parser
 from shadowkv.engine.config import EngineConfig, add_policies, or_help
+from shadowkv.eval.prompts.texts import NAMED, haystack, read_own_text
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -176,6 +177,14 @@ def check(args: argparse.Namespace) -> None:
             preset(kv)
         except ValueError as error:
             bad.append(f"--kv {kv}: {error}")
+    try:
+        for source in getattr(args, "text", None) or ():
+            if str(source) not in NAMED:
+                read_own_text(source)
+        if args.suite == "niah":
+            haystack(args.data)
+    except ValueError as error:
+        bad.append(str(error))
     if bad:
         raise ValueError("; ".join(bad))
 

@@ -72,7 +72,8 @@ def test_sampling_that_is_overridden(tiny: Path) -> None:
         ({"top_q": 1}, "override_generation_config has 'top_q', and can have temperature, top_p"),
         ({"max_new_tokens": 9}, "default_max_tokens limits answers"),
         ({"top_p": 2.0}, r"override_generation_config: top_p=2.0 must be in \(0, 1\]"),
-        ({"top_p": "x"}, "override_generation_config: top_p='x' must be float"),
+        ({"top_p": "x"}, 'override_generation_config: top_p="x" must be a number, and is a string'),
+        ({"top_k": [1], "seed": 0.5}, r"top_k=\[1\] must be an integer, and is an array; seed=0.5 must be"),
     ):
         with pytest.raises(SettingsError, match=words):
             opened(tiny, override_generation_config=wrong)

@@ -381,7 +381,11 @@ def synthetic(rates: Any = None) -> dict[str, Any]:
         ({"method": "suffix", "model": "x"}, "'model' is not one of method, num_speculative_tokens"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "suffix", "num_speculative_tokens": 64}, "num_speculative_tokens=64 must be between 1 and 63"),
-        ({"method": "suffix", "num_speculative_tokens": "8"}, "num_speculative_tokens='8' must be int or None"),
+        (
+            {"method": None, "num_speculative_tokens": "8"},
+            'method=null must be a string, and is null; num_speculative_tokens="8" must be an integer or null, and is',
+        ),
+        ({"method": "suffix", "prompt_lookup_min": {"a": True}}, 'prompt_lookup_min={"a": true} must be an integer or'),
         ({"method": "suffix", "prompt_lookup_max": 3}, "has no meaning with method='suffix'"),
         (
             {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
@@ -395,7 +399,7 @@ def synthetic(rates: Any = None) -> dict[str, Any]:
         (synthetic(["0.8", 0.5]), "synthetic_acceptance_rates=['0.8', 0.5] must be numbers from 0 to 1"),
         (synthetic([0.5, 0.8]), "synthetic_acceptance_rates=[0.5, 0.8] must not increase"),
         (synthetic([0.8]), "has 1 numbers, and must have a probability for each of the 2 tokens"),
-        (synthetic(0.8), "synthetic_acceptance_rates=0.8 must be list or None, and is float"),
+        (synthetic(0.8), "synthetic_acceptance_rates=0.8 must be an array or null, and is a number"),
     ],
 )
 def test_a_wrong_config_is_refused(given: dict[str, Any], message: str) -> None:

@@ -153,7 +153,7 @@ def test_a_server(tmp_path: Path) -> None:
         (["--budget", "1.5"], "argument --budget: budget=1.5 must be a share of the context in (0, 1]"),
         (["--budget", "x"], "argument --budget: 'x' is neither"),
         (["--tasks", "niah_none"], "--tasks niah_none is not one of niah_single"),
-        (["--data", "absent.txt"], "No such file or directory: 'absent.txt'"),
+        (["--data", "absent.txt"], "--data absent.txt: No such file or directory; --data takes a text file"),
         (["--base-url", "http://localhost:1/v1", "--budget", "64"], "--budget has no meaning with --base-url"),
         (["--base-url", "http://localhost:1/v1", "--vary", "rank=8"], "--vary has no meaning with --base-url"),
         (["--base-url", "http://localhost:1/v1", "--kv", "a", "b"], "--kv a b: a server has one policy"),

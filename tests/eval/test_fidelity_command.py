@@ -120,7 +120,11 @@ def test_an_ablation(arguments: list[str], tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (["--text", "absent.txt"], "No such file or directory: 'absent.txt'"),
+        (
+            ["--text", "absent.txt"],
+            "--text absent.txt: No such file or directory; --text takes text files, essays, code, logs or tables",
+        ),
+        (["--text", "."], "--text .: Is a directory; --text takes text files, essays"),
         (["--prompts", "3"], "text.txt has 900 tokens, enough for 2 prompts of --prompt-tokens 400, not for 3"),
         (["--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
         (["--measure-every", "0"], "--measure-every 0 must be at least 1"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
-from shadowkv.field_types import wrong_types
+from shadowkv.field_types import wrong_json_types
 
 BY_THE_MODEL = ("sparse", "mtp")
 """Methods with which all sequences of a step draft together."""
@@ -64,7 +64,7 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        if bad := wrong_types(self) or self._contradictions():
+        if bad := self._contradictions():
             raise ValueError("; ".join(bad))
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", DEFAULT_TOKENS[self.method])
@@ -143,4 +143,6 @@ class SpeculativeConfig:
             raise ValueError(f"{', '.join(map(repr, unknown))} is not one of {', '.join(names)}")
         if "method" not in values:
             raise ValueError(f"method is missing; it is one of {', '.join(METHODS)}")
+        if wrong := wrong_json_types(cls, values):
+            raise ValueError("; ".join(wrong))
         return cls(**values)

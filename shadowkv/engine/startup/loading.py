@@ -24,6 +24,7 @@ from shadowkv.engine.startup.sizing import (
     likely_cache_bytes,
     size_cache,
 )
+from shadowkv.field_types import wrong_json_types
 from shadowkv.installation import building_cpu, building_cuda
 from shadowkv.kvcache.case import case_of, choose_ops
 from shadowkv.kvcache.codecs import with_names
@@ -451,6 +452,8 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
         also = "; default_max_tokens limits answers" if "max_new_tokens" in unknown else ""
         names = ["override_generation_config", "default_max_tokens"]
         raise SettingsError(f"override_generation_config {reason}{also}", names)
+    if wrong := wrong_json_types(SamplingParams, overrides):
+        raise SettingsError(f"override_generation_config: {'; '.join(wrong)}", ["override_generation_config"])
     try:
         SamplingParams(**defaults)
     except (TypeError, ValueError) as error:
@@ -458,7 +461,7 @@ def checked_defaults(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) 
         raise SettingsError(f"{GENERATION_CONFIG}: {error}; {remedy}", ["generation_config"]) from error
     try:
         SamplingParams(**{**defaults, **overrides})
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise SettingsError(f"override_generation_config: {error}", ["override_generation_config"]) from error
     return {**defaults, **overrides}
 

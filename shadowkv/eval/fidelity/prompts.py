@@ -8,13 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, TEXTS_OF_LINES, essays
+from shadowkv.eval.prompts.texts import (
+    CHARACTERS_PER_TOKEN,
+    ESSAYS,
+    NAMED,
+    TEXTS_OF_LINES,
+    essays,
+    read_own_text,
+)
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
 
-ESSAYS, FILES = "essays", "files"
-NAMED = (ESSAYS, *TEXTS_OF_LINES)
-"""Kinds of texts that ``--text`` can name. The user's own files are of the kind ``FILES``."""
+FILES = "files"
+"""The kind of the user's own files. Other kinds are in ``NAMED``."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,7 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
     Args:
         sources: files, or kinds of ``NAMED``; None means ``ESSAYS``.
 
-    Raises ValueError if texts are missing or too short, and OSError if a file cannot be read.
+    Raises ValueError if texts are missing or too short, or if a file cannot be read.
     """
     kinds: dict[str, dict[str, str]] = {}
     for source in sources or [Path(ESSAYS)]:
@@ -44,7 +50,7 @@ def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: in
         else:
             if source.name in (*NAMED, *kinds.get(FILES, {})):
                 raise ValueError(f"--text {source}: another text has the name {source.name!r}; rename the file")
-            kinds.setdefault(FILES, {})[source.name] = source.read_text(encoding="utf-8")
+            kinds.setdefault(FILES, {})[source.name] = read_own_text(source)
     return [prompt for texts in kinds.values() for prompt in cut_prompts(texts, tokenizer, count, tokens)]
 
 

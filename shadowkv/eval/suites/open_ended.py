@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shadowkv.eval.prompts.fitter import PromptFitter, Question
-from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, TEXTS_OF_LINES, essays
+from shadowkv.eval.prompts.texts import CHARACTERS_PER_TOKEN, ESSAYS, TEXTS_OF_LINES, essays
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 
@@ -34,7 +34,6 @@ class Task:
     question: str
 
 
-ESSAYS = "essays"
 _CODE, _LOGS, _TABLES = "Here are source files.", "Here are log files of servers.", "Here are tables."
 _ESSAYS = "Here is a part of a collection of essays."
 _TASKS = {

@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from shadowkv.field_types import json_type
+
 MAX_JSON_BYTES = 1 << 26
 """Maximum size of a JSON file. The largest real ones, tokenizer.json with 262,144 tokens and their merges, have 33
 MB."""
@@ -109,7 +111,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelFileError(file, "a number has too many digits") from error
     if not isinstance(value, dict):
-        raise ModelFileError(file, f"it holds a {type(value).__name__}, not an object")
+        raise ModelFileError(file, f"it holds {json_type(value)}, not an object")
     return value
 
 
