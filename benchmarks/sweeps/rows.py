@@ -44,9 +44,13 @@ WEIGHTS = (
     ("ttft_s", "step_ms", "tokens_per_s", "weights_gib", "kv_gib_per_sequence", "load_s", "engine", *REPLAYED),
 )
 THROUGHPUT = ("model", "kv", "context"), ("batch", "step_ms", "tokens_per_s", "status")
+DRAFTED_ANSWERS = (
+    ("model", "kv", "method", "k", "dtype", "length", "task", "sample"),
+    ("prompt_tokens", "tokens", "equal", "gap", "error", "near_ties", "drafted", "accepted"),
+)
 """Kinds of files, from ``PREFILL`` on: columns that identify a row, and columns with figures. ``BYTES``,
-``DISTORTION``, ``FIDELITY``, ``RULER`` and ``THROUGHPUT`` are the files of the stages of ``formats.py``, which have no
-column ``REPLAYED``."""
+``DISTORTION``, ``FIDELITY``, ``RULER`` and ``THROUGHPUT`` are the files of the stages of ``formats.py``. These and
+``DRAFTED_ANSWERS`` have no column ``REPLAYED``."""
 
 Row = Mapping[str, Any]
 
