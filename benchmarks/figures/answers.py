@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.figures.results import NONE, line, lines, number, pooled, ruler, table, whole
+from benchmarks.figures.results import NONE, line, lines, matching, number, pooled, ruler, table, whole
 from benchmarks.figures.speed import decode_cell
+from benchmarks.serving.drafted_answers import is_wrong
 
 DEFAULT = "turbo:prefill=sparse"
 
@@ -226,6 +227,26 @@ def kinds() -> str:
     return table(["", "KL, nats a token", "same likeliest token", "accepted drafts", "prompts"], rows)
 
 
+DRAFTED = "cpu/speculation/answers.csv"
+
+
+def drafted_answers() -> str:
+    """Table of how many answers with drafts are those without, token by token."""
+    rows = []
+    for length, method in sorted({(int(found["length"]), found["method"]) for found in lines(DRAFTED)}, reverse=True):
+        cell = matching(DRAFTED, length=length, method=method)
+        equal, near_ties, drafted, accepted = (
+            sum(int(found[name]) for found in cell) for name in ("equal", "near_ties", "drafted", "accepted")
+        )
+        wrong, other = sum(map(is_wrong, cell)), sum(bool(found["gap"]) for found in cell)
+        tasks = len({found["task"] for found in cell})
+        counts = map(whole, (tasks, len(cell), equal, other - wrong, wrong, near_ties))
+        drafts = f"{whole(accepted)} of {whole(drafted)}"
+        rows.append([f"`{method}`, {whole(length)}", *counts, drafts, f"{max(float(f['error']) for f in cell):.1g}"])
+    head = ["drafts, length", "tasks", "answers", "equal tokens", "answers that differ at a near tie", "elsewhere"]
+    return table([*head, "near ties", "accepted drafted tokens", "largest error, nats"], rows)
+
+
 def _share(found: dict[str, str], name: str) -> str:
     return f"{100 * float(found[name]):.1f} ± {100 * float(found[f'{name}_stderr']):.1f} %"
 
@@ -264,4 +285,5 @@ FIGURES: dict[str, Callable[..., str]] = {
     "lengths": lengths,
     "kinds": kinds,
     "budgets": budgets,
+    "drafted-answers": drafted_answers,
 }
