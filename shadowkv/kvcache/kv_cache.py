@@ -448,13 +448,15 @@ class KVCache:
             group.planner.end(own)
 
     def exact_layers(self) -> ExactLayers | None:
-        """Exact pages of all layers, for an op that appends tokens and attends to exact pages itself. None if there are
-        several groups of layers, recurrent states, a window, an indexer, or values fetched from the host."""
+        """Exact pages of all layers with attention, and states of the others, for an op that appends tokens, attends to
+        exact pages and updates states itself. None if there are several groups of layers with attention, a window, an
+        indexer, or values fetched from the host."""
         group = self.groups[0]
-        several = len(self.groups) > 1 or self.recurrent is not None or self.shape.indexed
+        several = len(self.groups) > 1 or self.shape.indexed
         if several or group.layout.window is not None or group.decode.fetching is not None:
             return None
-        return ExactLayers(group.store.k, group.store.v, group.store.rotary, group.decode.attend_beside)
+        states = {} if self.recurrent is None else self.recurrent.arrays
+        return ExactLayers(group.store.k, group.store.v, group.store.rotary, group.decode.attend_beside, states)
 
     @property
     def selection_hook(self) -> SelectionHook | None:

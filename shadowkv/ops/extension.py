@@ -117,11 +117,15 @@ def _causal_convolution(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _decode_layers(
-    x: Tensor, attended: Any, vectors: Any, matrices: list[Tensor], forms: Any, row_blocks: list[int], k: Any, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads, dim = k[0].shape[1], k[0].shape[3]
-    q = x.new_empty(len(x), sum(len(matrix) for matrix in matrices[: row_blocks[0]]) // dim - 2 * heads, dim)
-    return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2])
+    x: Tensor, attended: Any, gate: Any, vectors: Any, matrices: list[Tensor], forms: Any, row_blocks: list[int],
+    attentions: list[bool], head_norms: Any, k: list[Tensor], *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    heads, dim, gated, inputs = k[0].shape[1], k[0].shape[3], rest[9], 4 * attentions.index(True)
+    first = sum(row_blocks[:inputs])
+    rows = sum(len(matrix) for matrix in matrices[first : first + row_blocks[inputs]])
+    queries = (rows // dim - 2 * heads) // (2 if gated else 1)
+    q = x.new_empty(len(x), queries, dim)
+    return x.new_empty(x.shape), q, q.new_empty(q.shape), q.new_empty(q.shape[:2]), q[:, : queries if gated else 0]
 
 
 def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:

@@ -61,7 +61,7 @@ def assert_same(folder: Path, **options: Any) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("family", ["llama-bias-head-dim", "qwen2", "qwen3", "glm4", "phi3-partial"])
+@pytest.mark.parametrize("family", ["llama-bias-head-dim", "qwen2", "qwen3", "glm4", "phi3-partial", "qwen3_5"])
 def test_every_kind_of_layer(tmp_path: Path, family: str) -> None:
     build(family, tmp_path, {"max_position_embeddings": 1024})
     assert assert_same(tmp_path, kv="full") == 0
@@ -74,7 +74,32 @@ def test_compressed_sequences_beside_exact_ones(tmp_path: Path, kv: str) -> None
     assert (assert_same(tmp_path, kv=kv) > 0) == (kv != "turboquant-4")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv": "turbo-host", "fetch_buffer": 2.0}])
-def test_what_cannot_take_it_goes_from_op_to_op(tmp_path: Path, options: dict[str, Any]) -> None:
-    build("llama-bias-head-dim", tmp_path, {"max_position_embeddings": 1024, "hidden_size": 64})
+@pytest.mark.parametrize("kv", ["full", "quest:budget=700"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-more-full"])
+def test_layers_with_recurrent_states(tmp_path: Path, family: str, kv: str) -> None:
+    """The first layer has linear attention or full attention, and so has the last."""
+    build(family, tmp_path, {"max_position_embeddings": 1024, "head_dim": 16})
+    assert (assert_same(tmp_path, kv=kv, mamba_ssm_cache_dtype="bfloat16") > 0) == (kv != "full")
+
+
+def test_greedy_answers_of_a_hybrid(tmp_path: Path) -> None:
+    build("qwen3_5", tmp_path, {"max_position_embeddings": 1024, "head_dim": 16})
+    answers = []
+    for backends in ({}, {"decode_layers": "reference"}):
+        runner, answer = runner_of(tmp_path, backends, kv="full", dtype="float32"), [5]
+        sequence = runner.cache.allocate(1, 1024)
+        prefill(runner.model, runner.cache, [(sequence, [1])])
+        for _ in range(100):
+            answer.append(int(runner.decode([sequence], answer[-1:]).argmax()))
+        answers.append(answer)
+    assert answers[0] == answers[1] and len({*answers[0]}) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama-bias-head-dim", {"dtype": "bfloat16"}), ("llama-bias-head-dim", {"kv": "turbo-host", "fetch_buffer": 2.0}),
+     ("nemotron_h", {}), ("qwen3_5_moe", {})],
+)  # fmt: skip
+def test_what_cannot_take_it_goes_from_op_to_op(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    build(family, tmp_path, {"max_position_embeddings": 1024, "hidden_size": 64})
     assert runner_of(tmp_path, {}, **options)._fused is None

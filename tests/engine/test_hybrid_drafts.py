@@ -55,9 +55,9 @@ def hybrid(models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Ma
     """Makes engines of a small model with random weights, with checkpoints every 128 tokens."""
     monkeypatch.setattr(states, "CHECKPOINT_EVERY", 128)
 
-    def make(family: str = "qwen3_5", **options: Any) -> Engine:
+    def make(family: str = "qwen3_5", backends: dict[str, str] | None = None, **options: Any) -> Engine:
         fields = {"kv": "full", "max_num_seqs": 4, "max_cached_seqs": 4, "kv_dense_below": 0, **options}
-        return Engine(EngineConfig(model=str(models(family)), dtype="float32", **fields))
+        return Engine(EngineConfig(model=str(models(family)), dtype="float32", **fields), backends=backends)
 
     return make
 
@@ -193,7 +193,7 @@ def test_a_step_without_memory_can_be_computed_again(
     hybrid: Make, monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     """It fails in the last layer with a recurrent state, which has not written its states yet, or has."""
-    engine, text = hybrid(speculative_config=SUFFIX), prompt(1, 200)
+    engine, text = hybrid(backends={"decode_layers": "reference"}, speculative_config=SUFFIX), prompt(1, 200)
     cache, runner = engine.cache, engine.runner
     last = [one for layer in runner.layers if (one := layer.linear_attention) is not None][-1]
     steps = [([5, 6], [[7, 8, 9], [10]], [2, 1]), ([11, 12], [[13], [14, 15]], [2, 1]), ([16, 17], [], [1, 1])]

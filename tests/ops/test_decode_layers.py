@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,16 +16,19 @@ from torch import Tensor
 
 from shadowkv.ops.apply_rope.tables import RopeConfig, RotaryTables
 from shadowkv.ops.decode_layers.cpu import decode_layers, missing
-from shadowkv.ops.decode_layers.layers import Layer, Layers, NewTokens, Projection
+from shadowkv.ops.decode_layers.layers import Attention, DeltaNet, Layer, Layers, NewTokens, Projection
 from shadowkv.ops.decode_layers.reference import decode_layers as reference
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.quantized.rows import QuantizedRows
 from shadowkv.ops.quantized_matmul.reference import dequantize_rows
+from shadowkv.ops.recurrence import Spans
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="the C++ extension is not built")
 
 HIDDEN, INTERMEDIATE, QUERY_HEADS, HEADS, DIM, NUM_PAGES = 256, 512, 6, 2, 64, 24
+NUM_STATES = 48
+DTYPES = torch.float32, torch.float64
 FLOATS = ((1.0, None),)
 MIXED = ((0.5, "Q4_K"), (0.25, None), (0.25, "Q6_K"))
 FORMS = {"floats": FLOATS, **{form: ((1.0, form),) for form in ("Q4_0", "Q4_1", "Q8_0")}, "mixed": MIXED}
@@ -40,6 +44,19 @@ def projection(rows: int, columns: int, parts: Sequence[tuple[float, str | None]
     return Projection(tuple(row_blocks), torch.randn(rows) if bias else None)
 
 
+def make_net(heads: int, key_heads: int, key_dim: int, value_dim: int, width: int = 4) -> DeltaNet:
+    """Linear attention with random weights, whose states forget over about ten tokens."""
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    return DeltaNet(
+        convolution=torch.randn(channels, width) / width**0.5,
+        log_rate=torch.randn(heads) - 2,
+        rate_bias=torch.randn(heads),
+        norm=1 + 0.3 * torch.randn(value_dim),
+        inputs=torch.randn(NUM_STATES, channels, width - 1),
+        matrices=torch.randn(NUM_STATES, heads, key_dim, value_dim) / key_dim**0.5,
+    )
+
+
 def make_layers(
     count: int,
     forms: str,
@@ -49,10 +66,19 @@ def make_layers(
     hidden: int = HIDDEN,
     intermediate: int = INTERMEDIATE,
     dim: int = DIM,
+    kinds: str = "",
+    net: tuple[int, ...] = (4, 4, 32, 64),
+    gated: bool = False,
+    tiled: bool = False,
     **rope: Any,
 ) -> Layers:
     """Layers with random weights, and pages full of random tokens. Matrices whose columns are not whole blocks are
-    plain."""
+    plain.
+
+    Args:
+        kinds: a letter for each layer: ``a`` for attention, ``l`` for linear attention. All have attention by default.
+        net: arguments of ``make_net``.
+    """
     parts, made, query = FORMS[forms], [], QUERY_HEADS * dim
 
     def norm(size: int, there: bool) -> Tensor | None:
@@ -62,38 +88,62 @@ def make_layers(
         whole = all(form is None or columns % BLOCKS[form].values == 0 for _, form in parts)
         return projection(rows, columns, parts if whole else FLOATS, bias)
 
-    for _ in range(count):
-        arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, dim)
+    for kind in kinds or "a" * count:
+        mixer: Attention | DeltaNet = make_net(*net)
+        if isinstance(mixer, DeltaNet) and kind == "l":
+            heads, value_dim = len(mixer.log_rate), len(mixer.norm)
+            mixed, gates = heads * value_dim, projection(2 * heads, hidden, FLOATS)
+            inputs = weights(len(mixer.convolution) + mixed, hidden)
+            inputs = Projection(inputs.row_blocks + gates.row_blocks)
+        else:
+            arena = torch.randn(2, NUM_PAGES, HEADS, PAGE, dim)
+            mixer, mixed = Attention(norm(dim, norms), norm(dim, norms), arena[0], arena[1]), query
+            inputs = weights((1 + gated) * query + 2 * HEADS * dim, hidden, bias)
         layer = Layer(
             attention_norm=1 + 0.3 * torch.randn(hidden),
-            qkv=weights(query + 2 * HEADS * dim, hidden, bias),
-            query_norm=norm(dim, norms),
-            key_norm=norm(dim, norms),
-            out=weights(hidden, query, bias),
+            mixer=mixer,
+            inputs=inputs,
+            out=weights(hidden, mixed, bias),
             post_attention_norm=norm(hidden, norms),
             mlp_norm=1 + 0.3 * torch.randn(hidden),
             gate_up=weights(2 * intermediate, hidden),
             down=weights(hidden, intermediate),
             post_mlp_norm=norm(hidden, norms),
-            k_pages=arena[0],
-            v_pages=arena[1],
         )
         made.append(layer)
-    return Layers(made, 1e-5, RotaryTables(RopeConfig(dim, **rope), 1000))
+    return Layers(made, 1e-5, RotaryTables(RopeConfig(dim, **rope), 1000), gated, tiled)
 
 
-def part(layers: Layers, some: slice) -> Layers:
-    return Layers(layers.layers[some], layers.eps, layers.rotary)
+def changed(layers: Layers, change: Callable[[Tensor], Tensor]) -> Layers:
+    """The layers with all tensors changed. Quantized rows are changed as plain numbers."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, QuantizedRows):
+            return change(dequantize_rows(value))
+        if isinstance(value, tuple):
+            return tuple(map(of, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{field.name: of(getattr(value, field.name)) for field in fields(value)})
+        return change(value) if isinstance(value, Tensor) else value
+
+    return Layers([of(x) for x in layers], layers.eps, layers.rotary, layers.gated, layers.tiled)
 
 
-def copied(layers: Layers) -> Layers:
-    """The layers with copies of the pages."""
-    own = [replace(x, k_pages=x.k_pages.clone(), v_pages=x.v_pages.clone()) for x in layers]
-    return Layers(own, layers.eps, layers.rotary)
+def memory(layers: Layers) -> list[Tensor]:
+    """The pages and the states of the layers, which a step changes."""
+    return [*layers.k_pages, *layers.v_pages, *layers.convolution_states, *layers.matrix_states]
 
 
-def new_tokens(lengths: Sequence[int]) -> NewTokens:
-    """The newest tokens of sequences with these lengths, in shuffled pages."""
+def restored(layers: Layers, before: Sequence[Tensor]) -> Layers:
+    """The layers, whose memory is again what it was before a step."""
+    for one, old in zip(memory(layers), before, strict=True):
+        one.copy_(old)
+    return layers
+
+
+def new_tokens(lengths: Sequence[int], states: Spans | None = None) -> NewTokens:
+    """The newest tokens of sequences with these lengths, in shuffled pages. By default each sequence reads a row of
+    states, and writes another."""
     page_ids = torch.randperm(NUM_PAGES)
     width = max(-(-length // PAGE) for length in lengths)
     pages, counts = (
@@ -105,50 +155,42 @@ def new_tokens(lengths: Sequence[int]) -> NewTokens:
         pages[row, :used], page_ids = page_ids[:used], page_ids[used:]
         counts[row] = (length - PAGE * torch.arange(width)).clamp(0, PAGE)
     newest = torch.tensor(lengths) - 1
-    return NewTokens(newest, pages, counts, pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE)
-
-
-def in_numbers(layers: Layers, dtype: torch.dtype) -> Layers:
-    """The layers with all matrices as plain numbers in ``dtype``."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Projection):
-            return Projection(tuple(map(plain, value.row_blocks)), plain(value.bias))
-        numbers = dequantize_rows(value) if isinstance(value, QuantizedRows) else value
-        return numbers.to(dtype) if isinstance(numbers, Tensor) else numbers
-
-    own = [replace(x, **{name: plain(value) for name, value in vars(x).items()}) for x in layers]
-    return Layers(own, layers.eps, layers.rotary)
+    places = pages.gather(1, newest[:, None] // PAGE).squeeze(1), newest % PAGE
+    if states is None:
+        rows = torch.randperm(NUM_STATES)
+        states = Spans(None, rows[: len(lengths)], rows[len(lengths) : 2 * len(lengths)])
+    return NewTokens(newest, pages, counts, *places, states)
 
 
 def results(way: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Layers, tokens: NewTokens) -> list[Tensor]:
-    """The results of ``way``, and the pages that it wrote to."""
-    found = way(x, None, layers, tokens, False)
-    return [*found, *(pages for layer in layers for pages in (layer.k_pages, layer.v_pages))]
+    """The results of ``way``, and the pages and states that it wrote to."""
+    return [*way(x, None, layers, tokens, False), *memory(layers)]
 
 
 def assert_as_reference(layers: Layers, tokens: NewTokens, threads: int = 1) -> None:
     """Compares results and pages with the reference's, for all layers in one call and for calls that end at
     attentions."""
     x, before = torch.randn(len(tokens.positions), len(layers.layers[0].attention_norm)), torch.get_num_threads()
-    single, double = (in_numbers(layers, dtype) for dtype in (torch.float32, torch.float64))
+    single, double = (changed(layers, lambda y, dtype=dtype: y.to(dtype, copy=True)) for dtype in DTYPES)
     with InFloat64():
         exact = results(reference, x.double(), double, tokens)
-    lowp = draws_in_blocks(lambda: results(reference, x, copied(single), tokens))
+    lowp = draws_in_blocks(lambda: results(reference, x, changed(single, Tensor.clone), tokens))
+    old = [one.clone() for one in memory(layers)]
     try:
         torch.set_num_threads(threads)
         found = results(decode_layers, x, layers, tokens)
         for ours, *theirs in zip(found, exact, *lowp, strict=True):
             assert_close_like_lowp(ours, *theirs)
-        stream, q, attended, lse = decode_layers(
-            x, None, Layers(layers.layers[:1], layers.eps, layers.rotary), tokens, True
-        )
-        for number in range(1, len(layers.layers)):
-            pair = Layers(layers.layers[number - 1 : number + 1], layers.eps, layers.rotary)
-            stream, q, attended, lse = decode_layers(stream, attended, pair, tokens, True)
-        final = Layers(layers.layers[-1:], layers.eps, layers.rotary)
-        assert torch.equal(q, found[1]) and torch.equal(attended, found[2]) and torch.equal(lse, found[3])
-        assert torch.equal(decode_layers(stream, attended, final, tokens, False)[0], found[0])
+        whole = [one.clone() for one in found]
+        restored(layers, old)
+        attending = [number for number, attends in enumerate(layers.attentions) if attends]
+        stream, *of_attention = decode_layers(x, None, layers.part(slice(attending[0] + 1)), tokens, True)
+        for first, last in pairwise(attending):
+            behind, between = (of_attention[1], of_attention[3]), layers.part(slice(first, last + 1))
+            stream, *of_attention = decode_layers(stream, behind, between, tokens, True)
+        behind, final = (of_attention[1], of_attention[3]), layers.part(slice(attending[-1], None))
+        split = [decode_layers(stream, behind, final, tokens, False)[0], *of_attention, *memory(layers)]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(split, whole, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -178,15 +220,58 @@ def test_norms_biases_and_kinds_of_rope(seed: int, rope: dict[str, Any]) -> None
     assert_as_reference(make_layers(2, "floats", norms=True, bias=True, **rope), new_tokens((5, 130)), threads=3)
 
 
-def test_more_threads_change_no_bit(seed: int) -> None:
-    layers, tokens, x = make_layers(2, "Q4_1"), new_tokens((700, 3, 129)), torch.randn(3, HIDDEN)
+@pytest.mark.parametrize("forms", ["floats", "mixed"])
+@pytest.mark.parametrize("lengths", [(1,), (1, 64, 65, 200), tuple(range(3, 23))])
+def test_linear_attention_and_gates(seed: int, forms: str, lengths: tuple[int, ...]) -> None:
+    layers = make_layers(5, forms, norms=True, kinds="llala", gated=True, rotary_dim=16)
+    assert_as_reference(layers, new_tokens(lengths), threads=2)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("net", [(6, 2, 32, 64), (6, 3, 20, 12, 3)])
+def test_value_heads_that_share_key_heads(seed: int, net: tuple[int, ...], tiled: bool) -> None:
+    layers = make_layers(3, "floats", kinds="lal", net=net, tiled=tiled)
+    assert_as_reference(layers, new_tokens((5, 130, 64)), threads=3)
+
+
+def test_tokens_of_a_sequence_in_one_step(seed: int) -> None:
+    """Each drafted token reads the states that the token before it writes."""
+    read, write = torch.tensor([3, 7, 5, 9, 1]), torch.tensor([4, 5, 9, 2, 8])
+    tokens = new_tokens((40, 7, 8, 9, 130), Spans(None, read, write, chained=True))
+    assert_as_reference(make_layers(3, "Q8_0", kinds="lal", gated=True), tokens, threads=2)
+
+
+def test_states_in_bfloat16(seed: int) -> None:
+    def rounded(layers: Layers) -> Layers:
+        return changed(layers, lambda x: x.bfloat16().to(x.dtype) if x.dim() == 4 else x.clone())
+
+    def narrow(layers: Layers) -> Layers:
+        nets = [
+            replace(x.mixer, matrices=x.mixer.matrices.bfloat16()) if isinstance(x.mixer, DeltaNet) else x.mixer
+            for x in layers
+        ]
+        made = [replace(x, mixer=mixer) for x, mixer in zip(layers, nets, strict=True)]
+        return Layers(made, layers.eps, layers.rotary, layers.gated, layers.tiled)
+
+    layers, tokens, x = rounded(make_layers(2, "floats", kinds="la")), new_tokens((5, 70)), torch.randn(2, HIDDEN)
+    wide, half = changed(layers, Tensor.clone), narrow(layers)
+    expected, found = decode_layers(x, None, wide, tokens, False), decode_layers(x, None, half, tokens, False)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(half.matrix_states[0], wide.matrix_states[0].bfloat16())
+
+
+@pytest.mark.parametrize("kinds", ["aa", "la"])
+def test_more_threads_change_no_bit(seed: int, kinds: str) -> None:
+    layers, tokens = make_layers(2, "Q4_1", kinds=kinds), new_tokens((700, 3, 129))
+    x = torch.randn(3, HIDDEN)
     results = by_threads(lambda: decode_layers(x, None, layers, tokens, False))
     for found in results[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, results[0], strict=True))
 
 
-def test_what_is_not_finite_stays_in_its_sequence(seed: int) -> None:
-    layers, tokens = make_layers(2, "Q8_0"), new_tokens((5, 6, 7))
+@pytest.mark.parametrize("kinds", ["aa", "la"])
+def test_what_is_not_finite_stays_in_its_sequence(seed: int, kinds: str) -> None:
+    layers, tokens = make_layers(2, "Q8_0", kinds=kinds, gated=True), new_tokens((5, 6, 7))
     x = torch.randn(3, HIDDEN)
     x[1, 3] = torch.nan
     finite = decode_layers(x, None, layers, tokens, False)[0].isfinite()
@@ -204,4 +289,15 @@ def test_arguments_that_do_not_fit_are_named(seed: int) -> None:
     with pytest.raises(IndexError, match=r"position 1000 is not in \[0, 1000\)"):
         decode_layers(x, None, layers, replace(tokens, positions=torch.tensor([1000])), False)
     with pytest.raises(RuntimeError, match="one layer cannot begin behind its attention and end with it"):
-        decode_layers(x, torch.randn(1, QUERY_HEADS, DIM), part(layers, slice(1)), tokens, True)
+        decode_layers(
+            x, (torch.randn(1, QUERY_HEADS, DIM), torch.empty(1, 0, DIM)), layers.part(slice(1)), tokens, True
+        )
+    hybrid = make_layers(2, "floats", kinds="la")
+    with pytest.raises(IndexError, match=r"row 48 is not in \[0, 48\)"):
+        decode_layers(x, None, hybrid, new_tokens((5,), Spans(None, torch.tensor([0]), torch.tensor([48]))), False)
+    with pytest.raises(RuntimeError, match="layers with linear attention have no rows of states"):
+        decode_layers(x, None, hybrid, replace(tokens, states=None), False)
+    with pytest.raises(RuntimeError, match="the first layer has no attention to begin behind"):
+        decode_layers(x, (torch.randn(1, QUERY_HEADS, DIM), torch.empty(1, 0, DIM)), hybrid, tokens, False)
+    with pytest.raises(RuntimeError, match="the last layer has no attention to end with"):
+        decode_layers(x, None, make_layers(2, "floats", kinds="al"), tokens, True)

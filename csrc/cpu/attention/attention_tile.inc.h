@@ -25,11 +25,13 @@ static SHADOWKV_INLINE Floats exp2_of(Floats x) {
 
 static SHADOWKV_INLINE float exp2_of(float x) { return exp2_of(Floats{} + x)[0]; }
 
-static SHADOWKV_INLINE Floats silu(Floats x) {
+static SHADOWKV_INLINE Floats sigmoid(Floats x) {
   const Floats zero = {};
   const Floats power = exp2_of((x < zero ? x : -x) * 1.44269504f);  // e^-|x|
-  return x * (x < zero ? power : zero + 1.0f) / (power + 1.0f);
+  return (x < zero ? power : zero + 1.0f) / (power + 1.0f);
 }
+
+static SHADOWKV_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
 // Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next.
 template <int N, typename T>

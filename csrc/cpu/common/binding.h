@@ -19,6 +19,15 @@ inline void check(const at::Tensor& x, const char* name, int64_t dims, at::Scala
   TORCH_CHECK(x.scalar_type() == dtype, name, " is ", x.scalar_type(), ", not ", dtype);
 }
 
+// Rows of states are dense, and may have gaps between them.
+inline void check_states(const at::Tensor& states, at::IntArrayRef shape, at::ScalarType dtype) {
+  check(states, "states", static_cast<int64_t>(shape.size()) + 1, dtype);
+  TORCH_CHECK(states.sizes().slice(1) == shape, "states has shape ", states.sizes(), ", rows need ", shape);
+  TORCH_CHECK(
+      states.size(0) == 0 || states.select(0, 0).is_contiguous(), "states has strides ", states.strides(),
+      "; its rows must be contiguous");
+}
+
 // Calls `work` in every thread with ranges of tasks, `first` to `last`, that read memory in order.
 template <typename Work>
 void share_ranges(int64_t tasks, const Work& work) {

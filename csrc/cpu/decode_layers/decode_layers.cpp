@@ -5,6 +5,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <thread>
 
@@ -56,16 +57,24 @@ DecodeLayers::DecodeLayers(
       left(sizes.batch * sizes.heads),
       partials(plan, sizes.group, sizes.dim),
       hidden_input(sizes.batch, sizes.hidden),
-      out_input(sizes.batch, sizes.heads * sizes.group * sizes.dim),
+      out_input(sizes.batch, sizes.queries()),
+      net_out_input(sizes.batch, sizes.net.values()),
       down_input(sizes.batch, sizes.intermediate),
-      qkv(sizes.batch * sizes.heads * (sizes.group + 2) * sizes.dim),
+      inputs(sizes.batch * std::max(sizes.qkv(), sizes.net.rows())),
       delta(sizes.batch * sizes.hidden),
-      gate_up(2 * sizes.batch * sizes.intermediate) {
+      gate_up(2 * sizes.batch * sizes.intermediate),
+      chains(chains_of(tokens.states)),
+      convolved(sizes.batch * sizes.net.channels),
+      log_decay(sizes.batch * sizes.net.heads),
+      beta(sizes.batch * sizes.net.heads) {
   for (size_t row = 0; row < left.size(); ++row) left[row] = plan.first_partial[row + 1] - plan.first_partial[row];
 }
 
 void DecodeLayers::run() {
-  Scratch scratch = {MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim)};
+  const NetSizes& net = sizes.net;
+  Scratch scratch = {
+      MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim), ConvolutionScratch(net.width),
+      DeltaScratch(net.key_dim, net.value_dim, true)};
   for (int64_t stage = first; stage < last; ++stage) {
     const int64_t tasks = count_tasks(stage);
     const int64_t parts = is_product(stage) ? TaskRanges::parts_for(threads) : tasks;
@@ -84,15 +93,16 @@ void DecodeLayers::run() {
 
 bool DecodeLayers::is_product(int64_t stage) {
   const int64_t kind = stage % STAGES;
-  return kind == QKV || kind == OUT || kind == GATE_UP || kind == DOWN;
+  return kind == INPUTS || kind == OUT || kind == GATE_UP || kind == DOWN;
 }
 
 int64_t DecodeLayers::count_tasks(int64_t stage) const {
   if (stage == static_cast<int64_t>(layers.size()) * STAGES) return sizes.batch;
   const Layer& layer = layers[stage / STAGES];
   switch (stage % STAGES) {
-    case QKV: return count_products(layer.qkv);
-    case ATTENTION: return plan.tasks.size();
+    case INPUTS: return count_products(layer.inputs);
+    case HEADS: return layer.net ? (chains.size() - 1) * sizes.net.parts() : sizes.batch;
+    case MIXER: return layer.net ? (chains.size() - 1) * sizes.net.heads : plan.tasks.size();
     case OUT: return count_products(layer.out);
     case GATE_UP: return count_products(layer.gate_up);
     case DOWN: return count_products(layer.down);
@@ -112,13 +122,21 @@ void DecodeLayers::run_task(int64_t stage, int64_t task, Scratch& scratch) {
   }
   const Layer& layer = layers[number];
   switch (stage % STAGES) {
-    case QKV: return multiply(layer.qkv, hidden_input, task, scratch.matmul, qkv);
-    case HEADS: return place_heads(layer, task);
-    case ATTENTION: return attend(layer, task, scratch.attention);
-    case OUT_INPUT:
-      std::copy_n(buffers.attended + task * out_input.columns, out_input.columns, out_input.row(task));
+    case INPUTS: return multiply(layer.inputs, hidden_input, task, scratch.matmul, inputs);
+    case HEADS:
+      if (layer.net) return convolve(*layer.net, task, scratch.convolution);
+      return place_heads(layer.inputs.bias, *layer.attention, task);
+    case MIXER:
+      if (layer.net) return apply_delta_rule(*layer.net, task, scratch.rule);
+      return attend(*layer.attention, task, scratch.attention);
+    case OUT_INPUT: {
+      if (layer.net) return net_out_input.finish_row(task);
+      const int64_t columns = out_input.columns;
+      std::copy_n(buffers.attended + task * columns, columns, out_input.row(task));
+      if (sizes.gated) SHADOWKV_BEST(gate_row)(out_input.row(task), buffers.gate + task * columns, columns);
       return out_input.finish_row(task);
-    case OUT: return multiply(layer.out, out_input, task, scratch.matmul, delta);
+    }
+    case OUT: return multiply(layer.out, out_input_of(layer), task, scratch.matmul, delta);
     case MLP_INPUT:
       add_delta(layer.out.bias, layer.post_attention_norm, task);
       SHADOWKV_BEST(norm_row)(x, layer.mlp_norm, sizes.eps, sizes.hidden, hidden_input.row(task));
@@ -141,27 +159,68 @@ void DecodeLayers::add_delta(const float* bias, const float* norm, int64_t token
   SHADOWKV_BEST(add_row)(buffers.x + token * sizes.hidden, row, sizes.hidden);
 }
 
-// Queries after RoPE, and a token's keys and values in its page.
-void DecodeLayers::place_heads(const Layer& layer, int64_t token) {
-  const int64_t queries = sizes.heads * sizes.group, dim = sizes.dim, columns = (queries + 2 * sizes.heads) * dim;
-  float* row = qkv.data() + token * columns;
-  SHADOWKV_BEST(add_row)(row, layer.qkv.bias, columns);
+// Queries after RoPE, their gates, and a token's keys and values in its page.
+void DecodeLayers::place_heads(const float* bias, const Attention& layer, int64_t token) {
+  const int64_t queries = sizes.heads * sizes.group, dim = sizes.dim, query_rows = sizes.gated ? 2 * dim : dim;
+  float* row = inputs.data() + token * sizes.qkv();
+  SHADOWKV_BEST(add_row)(row, bias, sizes.qkv());
   const int64_t angle = tokens.positions[token] * rope.pairs;
-  for (int64_t head = 0; head < queries + sizes.heads; ++head) {
-    const float* norm = head < queries ? layer.query_norm : layer.key_norm;
-    if (norm != nullptr) SHADOWKV_BEST(norm_row)(row + head * dim, norm, sizes.eps, dim, row + head * dim);
-    SHADOWKV_BEST(rotate_row)(row + head * dim, rope.cos + angle, rope.sin + angle, rope.pairs, rope.interleaved);
+  const auto place = [&](float* head, const float* norm, float* to) {
+    if (norm != nullptr) SHADOWKV_BEST(norm_row)(head, norm, sizes.eps, dim, head);
+    SHADOWKV_BEST(rotate_row)(head, rope.cos + angle, rope.sin + angle, rope.pairs, rope.interleaved);
+    std::copy_n(head, dim, to);
+  };
+  for (int64_t head = 0; head < queries; ++head) {
+    const int64_t at = (token * queries + head) * dim;
+    float* query = row + head * query_rows;
+    place(query, layer.query_norm, buffers.q + at);
+    if (sizes.gated) std::copy_n(query + dim, dim, buffers.gate + at);
   }
-  std::copy_n(row, queries * dim, buffers.q + token * queries * dim);
-  const float *keys = row + queries * dim, *values = keys + sizes.heads * dim;
+  float *keys = row + queries * query_rows, *values = keys + sizes.heads * dim;
   for (int64_t head = 0; head < sizes.heads; ++head) {
     const int64_t at = tokens.pages[token] * sizes.page + head * sizes.head + tokens.offsets[token] * sizes.row;
-    std::copy_n(keys + head * dim, dim, layer.k + at);
+    place(keys + head * dim, layer.key_norm, layer.k + at);
     std::copy_n(values + head * dim, dim, layer.v + at);
   }
 }
 
-void DecodeLayers::attend(const Layer& layer, int64_t number, PagedScratch& scratch) {
+// Some channels of a chain's tokens.
+void DecodeLayers::convolve(const DeltaNet& net, int64_t task, ConvolutionScratch& scratch) {
+  const NetSizes& size = sizes.net;
+  const ConvolutionInputs<float> in = {
+      inputs.data(), size.rows(),     net.convolution, nullptr, size.channels,
+      size.width,    size.inputs_row, convolved.data()};
+  for (int64_t i = chains[task / size.parts()]; i < chains[task / size.parts() + 1]; ++i)
+    run_convolution(in, tokens.states[i], task % size.parts() * CHANNELS_PER_TASK, net.inputs, scratch);
+}
+
+// A value head of a chain's tokens: the delta rule, the norm and the output gate.
+void DecodeLayers::apply_delta_rule(const DeltaNet& net, int64_t task, DeltaScratch& scratch) {
+  const NetSizes& size = sizes.net;
+  const int64_t head = task % size.heads, dim = size.value_dim;
+  const float *q = convolved.data(), *k = q + size.keys(), *v = k + size.keys();
+  const DeltaInputs<float> in = {
+      q, k, v, size.channels, size.key_dim, size.channels, size.key_dim, size.channels, dim, log_decay.data(),
+      beta.data(), size.heads, size.key_heads, size.tiled, size.key_dim, dim, nullptr, size.unit_eps,
+      size.matrices_row, net_out_input.floats.data()};
+  for (int64_t i = chains[task / size.heads]; i < chains[task / size.heads + 1]; ++i) {
+    const float* z = inputs.data() + i * size.rows() + size.channels;
+    const float* gates = z + size.values();
+    const float rate = gates[size.heads + head] + net.rate_bias[head];
+    beta[i * size.heads + head] = 1.0f / (1.0f + std::exp(-gates[head]));
+    log_decay[i * size.heads + head] =
+        -std::exp(net.log_rate[head]) * (std::max(rate, 0.0f) + std::log1p(std::exp(-std::abs(rate))));  // softplus
+    if (net.matrices != nullptr)
+      run_delta_rule(in, tokens.states[i], head, net.matrices, scratch);
+    else
+      run_delta_rule(in, tokens.states[i], head, net.narrow_matrices, scratch);
+    float* out = net_out_input.row(i) + head * dim;
+    SHADOWKV_BEST(norm_row)(out, net.norm, sizes.eps, dim, out);
+    SHADOWKV_BEST(activate_row)(z + head * dim, out, dim, out);
+  }
+}
+
+void DecodeLayers::attend(const Attention& layer, int64_t number, PagedScratch& scratch) {
   const PageTask& task = plan.tasks[number];
   const int64_t size = sizes.group * sizes.dim;
   const PagedInputs<float> in = {

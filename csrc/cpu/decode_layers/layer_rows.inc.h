@@ -32,7 +32,14 @@ static void rotate_row(float* x, const float* cos, const float* sin, int64_t pai
   }
 }
 
-// out = silu(gate) * up
+// x *= sigmoid(gate)
+static void gate_row(float* x, const float* gate, int64_t size) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(x + i, load(x + i) * sigmoid(load(gate + i)));
+  for (; i < size; ++i) x[i] *= sigmoid(Floats{} + gate[i])[0];
+}
+
+// out = silu(gate) * up; out may be up.
 static void activate_row(const float* gate, const float* up, int64_t size, float* out) {
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) store(out + i, silu(load(gate + i)) * load(up + i));

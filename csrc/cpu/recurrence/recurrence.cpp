@@ -38,9 +38,18 @@ void scale(std::vector<float>& x, float by) {
 
 }  // namespace
 
+std::vector<int64_t> chains_of(const std::vector<Span>& spans) {
+  std::vector<int64_t> firsts;
+  for (size_t i = 0; i < spans.size(); ++i)
+    if (i == 0 || spans[i].read != spans[i - 1].write || spans[i].write == spans[i].read)
+      firsts.push_back(static_cast<int64_t>(i));
+  firsts.push_back(static_cast<int64_t>(spans.size()));
+  return firsts;
+}
+
 template <typename T, typename S>
 void run_delta_rule(const DeltaInputs<T>& in, const Span& span, int64_t head, S* states, DeltaScratch& scratch) {
-  const int64_t key_head = head / in.group, size = in.key_dim * in.value_dim, place = head * size;
+  const int64_t key_head = in.key_head(head), size = in.key_dim * in.value_dim, place = head * size;
   const S* read = states + span.read * in.state_row + place;
   S* written = states + span.write * in.state_row + place;
   const float* before = scratch.state.data();

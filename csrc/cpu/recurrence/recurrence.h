@@ -19,6 +19,10 @@ struct Span {
   int64_t read, write;
 };
 
+// The first span of each chain, then the number of all spans. A chain is computed in order: each of its spans reads the
+// row that the span before it writes, and writes another.
+std::vector<int64_t> chains_of(const std::vector<Span>& spans);
+
 // Strides count elements, the last dimension is contiguous. Of the state space model, q is C, k is B, v is x, log_decay is
 // dt A and beta is dt.
 template <typename T>
@@ -26,12 +30,15 @@ struct DeltaInputs {
   const T *q, *k, *v;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   const float *log_decay, *beta;  // [tokens, heads]
-  int64_t heads, group;           // heads of values, and how many of them share a head of keys
+  int64_t heads, key_heads;       // heads of values; heads of keys, each for heads / key_heads heads of values
+  bool tiled;                     // whether these are key_heads apart, not neighbours
   int64_t key_dim, value_dim;
   const float* skip;  // D [heads] of the state space model; null in the delta rule, which corrects states instead
   float eps;          // added to the squared norm of queries and keys, which only the delta rule normalises
   int64_t state_row;  // states are [rows, heads, key_dim, value_dim]
   T* out;             // [tokens, heads, value_dim]
+
+  int64_t key_head(int64_t head) const { return tiled ? head % key_heads : head / (heads / key_heads); }
 };
 
 // What one token does to a head's state.

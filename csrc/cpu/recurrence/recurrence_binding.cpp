@@ -15,6 +15,7 @@ namespace {
 
 using at::Tensor;
 using shadowkv::check;
+using shadowkv::check_states;
 
 // The spans of packed tokens; of one token each where there are no lengths.
 std::vector<shadowkv::Span> spans_of(
@@ -40,30 +41,10 @@ std::vector<shadowkv::Span> spans_of(
   return spans;
 }
 
-// The first span of each chain, then the number of all spans. A chain is computed in order: each of its spans reads the
-// row that the span before it writes, and writes another.
-std::vector<int64_t> chains_of(const std::vector<shadowkv::Span>& spans) {
-  std::vector<int64_t> firsts;
-  for (size_t i = 0; i < spans.size(); ++i)
-    if (i == 0 || spans[i].read != spans[i - 1].write || spans[i].write == spans[i].read)
-      firsts.push_back(static_cast<int64_t>(i));
-  firsts.push_back(static_cast<int64_t>(spans.size()));
-  return firsts;
-}
-
 void check_numbers(const Tensor& x, const char* name) {
   TORCH_CHECK(
       x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, name, " is ", x.scalar_type(),
       ", not Float or BFloat16");
-}
-
-// Rows of states are dense, and may have gaps between them.
-void check_states(const Tensor& states, at::IntArrayRef shape, at::ScalarType dtype) {
-  check(states, "states", static_cast<int64_t>(shape.size()) + 1, dtype);
-  TORCH_CHECK(states.sizes().slice(1) == shape, "states has shape ", states.sizes(), ", rows need ", shape);
-  TORCH_CHECK(
-      states.size(0) == 0 || states.select(0, 0).is_contiguous(), "states has strides ", states.strides(),
-      "; its rows must be contiguous");
 }
 
 template <typename T, typename S>
@@ -75,10 +56,10 @@ void run_rule(
       static_cast<const T*>(k.const_data_ptr()),
       static_cast<const T*>(v.const_data_ptr()),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-      log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), v.size(1) / q.size(1), q.size(2),
+      log_decay.const_data_ptr<float>(), beta.const_data_ptr<float>(), v.size(1), q.size(1), false, q.size(2),
       v.size(2), skip, static_cast<float>(eps), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   S* rows = static_cast<S*>(states.mutable_data_ptr());
-  const std::vector<int64_t> firsts = chains_of(spans);
+  const std::vector<int64_t> firsts = shadowkv::chains_of(spans);
   const int64_t tasks = static_cast<int64_t>(firsts.size() - 1) * in.heads;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::DeltaScratch scratch(in.key_dim, in.value_dim, !std::is_same_v<S, float>);
@@ -164,7 +145,7 @@ void convolve(
       weight.size(0), weight.size(1), states.stride(0), static_cast<T*>(out.mutable_data_ptr())};
   float* rows = states.mutable_data_ptr<float>();
   const int64_t parts = (in.channels + shadowkv::CHANNELS_PER_TASK - 1) / shadowkv::CHANNELS_PER_TASK;
-  const std::vector<int64_t> firsts = chains_of(spans);
+  const std::vector<int64_t> firsts = shadowkv::chains_of(spans);
   const int64_t tasks = static_cast<int64_t>(firsts.size() - 1) * parts;
   shadowkv::share_tasks(tasks, [&](const auto& next) {
     shadowkv::ConvolutionScratch scratch(in.width);

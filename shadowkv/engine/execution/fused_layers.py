@@ -1,12 +1,12 @@
-"""Fused decode steps on a CPU: all layers in one call of an op, or one call per layer if sequences are compressed.
+"""Fused decode steps on a CPU: all layers in one call of an op. If sequences are compressed, there is one call for each
+layer with attention, and one more.
 
-Without fusion, a small model's step on a CPU spends most of its time between ops. ``Runner.step`` uses
-``FusedLayers``.
+Without fusion, a small model's step on a CPU spends most of its time between ops. ``Runner.step`` uses ``FusedLayers``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import cast
 
@@ -15,12 +15,16 @@ from torch import Tensor
 from shadowkv.kvcache.batch import Batch
 from shadowkv.kvcache.decode.decode_batch import DecodeBatch
 from shadowkv.kvcache.kv_cache import KVCache
+from shadowkv.kvcache.recurrent.recurrent_part import RecurrentPart
+from shadowkv.layers.attention import Attention
 from shadowkv.layers.decoder_layer import DecoderLayer
+from shadowkv.layers.gated_delta_net import GatedDeltaNet
 from shadowkv.layers.linear import FP8Linear
 from shadowkv.layers.mlp import MLP
 from shadowkv.layers.norm import RMSNorm
 from shadowkv.layers.quantized_matrix import QuantizedLinear, QuantizedMatrix
-from shadowkv.layers.spec import Projection
+from shadowkv.layers.spec import CONVOLUTION, RECURRENT, LinearAttention, Projection
+from shadowkv.models.configs.model_config import ModelConfig
 from shadowkv.models.decoder import Decoder
 from shadowkv.ops.decode_layers import layers as op
 from shadowkv.ops.quantized.blocks import BlockForm
@@ -42,15 +46,20 @@ class FusedLayers:
         exact = cache.exact_layers()
         assert exact is not None, "the cache does not fit"
         self._ops, self._attend_beside = cache.ops, exact.attend_beside
-        eps, rotary = model.config.rms_norm_eps, exact.rotary
-        modules = cast("list[DecoderLayer]", list(model.layers))
-        layers = [_layer(layer, *pages) for layer, *pages in zip(modules, exact.k, exact.v, strict=True)]
-
-        def joined(some: Sequence[op.Layer]) -> op.Layers:
-            return op.Layers(some, eps, rotary)
-
-        self._all, self._first, self._last = joined(layers), joined(layers[:1]), joined(layers[-1:])
-        self._neighbours = [joined(pair) for pair in pairwise(layers)]
+        config, modules = model.config, cast("list[DecoderLayer]", list(model.layers))
+        pages, states = zip(exact.k, exact.v, strict=True), _by_layer(exact.states)
+        mixers = [
+            _net(layer.linear_attention, next(states))
+            if isinstance(layer.linear_attention, GatedDeltaNet)
+            else _attention(layer.attention, *next(pages))
+            for layer in modules
+        ]
+        layers = [_layer(*pair) for pair in zip(modules, mixers, strict=True)]
+        tiled = isinstance(config.linear, LinearAttention) and config.linear.tiled
+        self._all = op.Layers(layers, config.rms_norm_eps, exact.rotary, config.output_gate, tiled)
+        attending = [number for number, attends in enumerate(self._all.attentions) if attends]
+        self._first, self._last = self._all.part(slice(attending[0] + 1)), self._all.part(slice(attending[-1], None))
+        self._between = [self._all.part(slice(first, last + 1)) for first, last in pairwise(attending)]
 
     @staticmethod
     def fit(model: Decoder, cache: KVCache) -> bool:
@@ -61,48 +70,70 @@ class FusedLayers:
         matrices = [module for module in model.modules() if isinstance(module, QuantizedMatrix)]
         row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
-        config = model.config
-        plain = config.activation == "silu" and not (
-            config.sinks or config.output_gate or config.wide_norms or config.streams
-        )
         # The op calls its own kernels. It would bypass backends that plugins have registered for other ops.
         kernel = kernel and not ops.outside
-        return kernel and alone and known and plain and cache.exact_layers() is not None
+        return kernel and alone and known and _supported(model.config) and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
         """Computes all layers of a decode step. ``x`` [B, D] is the residual stream of the B tokens before the first
         layer. Returns the stream after the last layer."""
         batch = cast(DecodeBatch, step.groups[0][0])
         places = batch.positions, batch.pages, batch.counts, batch.write_page, batch.write_offset
-        tokens, decode = op.NewTokens(*places), self._ops.decode_layers
+        recurrent = [cast(RecurrentPart, part) for (part,) in step.groups[1:]]
+        tokens = op.NewTokens(*places, *(part.rounds[0].spans for part in recurrent))
+        decode = self._ops.decode_layers
         if batch.compressed is None:
             result: Tensor = decode(x, None, self._all, tokens, False)[0]
             return result
         attend = self._attend_beside
-        x, q, out, lse = decode(x, None, self._first, tokens, True)
-        for number, pair in enumerate(self._neighbours):
-            x, q, out, lse = decode(x, attend(number, q, out, lse, batch), pair, tokens, True)
-        result = decode(x, attend(len(self._neighbours), q, out, lse, batch), self._last, tokens, False)[0]
+        x, q, out, lse, gate = decode(x, None, self._first, tokens, True)
+        for number, layers in enumerate(self._between):
+            x, q, out, lse, gate = decode(x, (attend(number, q, out, lse, batch), gate), layers, tokens, True)
+        behind = attend(len(self._between), q, out, lse, batch), gate
+        result = decode(x, behind, self._last, tokens, False)[0]
         return result
 
 
-def _layer(layer: DecoderLayer, k_pages: Tensor, v_pages: Tensor) -> op.Layer:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, MLP) and attention is not None, "experts and linear attention do not fit"
-    assert layer.mlp_norm is not None, "a layer with an MLP has its norm"
+def _supported(config: ModelConfig) -> bool:
+    linear = config.linear
+    gated = linear is None or (isinstance(linear, LinearAttention) and linear.gate == "silu")
+    return config.activation == "silu" and gated and not (config.sinks or config.streams)
+
+
+def _by_layer(states: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The states of each layer with linear attention."""
+    return (dict(zip(states, arrays, strict=True)) for arrays in zip(*states.values(), strict=True))
+
+
+def _attention(attention: Attention | None, k_pages: Tensor, v_pages: Tensor) -> op.Attention:
+    assert attention is not None, "Mamba-2 does not fit"
+    return op.Attention(_weight(attention.query_norm), _weight(attention.key_norm), k_pages, v_pages)
+
+
+def _net(net: GatedDeltaNet, states: Mapping[str, Tensor]) -> op.DeltaNet:
+    weights = net.convolution.squeeze(1), net.log_rate, net.rate_bias, net.norm.weight
+    return op.DeltaNet(*weights, states[CONVOLUTION], states[RECURRENT])
+
+
+def _layer(layer: DecoderLayer, mixer: op.Attention | op.DeltaNet) -> op.Layer:
+    net, attention, mlp = layer.linear_attention, layer.attention, layer.mlp
+    assert isinstance(mlp, MLP) and layer.mlp_norm is not None, "layers without an MLP do not fit"
+    if isinstance(net, GatedDeltaNet):
+        inputs = op.Projection(_projection(net.qkvz).row_blocks + _projection(net.beta_decay).row_blocks)
+        out = net.out
+    else:
+        assert attention is not None, "Mamba-2 does not fit"
+        inputs, out = _projection(attention.qkv), attention.out
     return op.Layer(
         layer.attention_norm.weight,
-        _projection(attention.qkv),
-        _weight(attention.query_norm),
-        _weight(attention.key_norm),
-        _projection(attention.out),
+        mixer,
+        inputs,
+        _projection(out),
         _weight(layer.post_attention_norm),
         layer.mlp_norm.weight,
         _projection(mlp.gate_up),
         _projection(mlp.down),
         _weight(layer.post_mlp_norm),
-        k_pages,
-        v_pages,
     )
 
 

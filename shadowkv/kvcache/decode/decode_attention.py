@@ -8,7 +8,7 @@ Shapes: B rows of a step, R segments, E exact pages of a row, H kv heads, H_q qu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,17 +37,19 @@ QueryHook = Callable[[int, Tensor, DecodeBatch], None]
 
 @dataclass(frozen=True)
 class ExactLayers:
-    """Exact pages of all layers, for fused decode steps.
+    """Exact pages of all layers with attention, and states of the others, for fused decode steps.
 
     Attributes:
         k, v: [L, pages, H, 64, d].
         attend_beside: ``Decode.attend_beside``, the attention to compressed tokens.
+        states: arrays of recurrent states by name, [layers, rows, *shape]; empty if there are none.
     """
 
     k: Tensor
     v: Tensor
     rotary: RotaryTables
     attend_beside: Callable[[int, Tensor, Tensor, Tensor, DecodeBatch], Tensor]
+    states: Mapping[str, Tensor]
 
 
 class Decode:

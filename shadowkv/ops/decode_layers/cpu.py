@@ -8,6 +8,7 @@ from torch import Tensor
 from shadowkv.ops.case import Case, unless_one_of
 from shadowkv.ops.decode_layers.layers import Layers, NewTokens
 from shadowkv.ops.extension import cpu_missing as missing
+from shadowkv.ops.linear_attention.reference import EPS
 
 __all__ = ["decode_layers", "missing"]
 
@@ -18,14 +19,17 @@ def supports(case: Case) -> list[str]:
 
 
 def decode_layers(
-    x: Tensor, attended: Tensor | None, layers: Layers, tokens: NewTokens, to_attention: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Same as the reference, in float32. If the call computes no attention, the returned queries and log-sum-exps are
-    arbitrary."""
-    rotary = layers.rotary
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
-        x, attended, layers.vectors, layers.matrices, layers.forms, layers.row_blocks, layers.k_pages, layers.v_pages,
-        rotary.cos, rotary.sin, rotary.config.interleaved, layers.eps, tokens.positions, tokens.pages, tokens.counts,
-        tokens.write_page, tokens.write_offset, to_attention,
+    x: Tensor, behind: tuple[Tensor, Tensor] | None, layers: Layers, tokens: NewTokens, to_attention: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Same as the reference, in float32. If the call computes no attention, the returned queries, log-sum-exps and
+    gates are arbitrary."""
+    rotary, states = layers.rotary, tokens.states
+    rows = (None, None) if states is None else (states.read, states.write)
+    result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
+        x, *(behind or (None, None)), layers.vectors, layers.matrices, layers.forms, layers.row_blocks,
+        layers.attentions, layers.head_norms, layers.k_pages, layers.v_pages, layers.recurrences,
+        layers.convolution_states, layers.matrix_states, rotary.cos, rotary.sin, rotary.config.interleaved, layers.eps,
+        EPS, layers.gated, layers.tiled, tokens.positions, tokens.pages, tokens.counts, tokens.write_page,
+        tokens.write_offset, *rows, to_attention,
     )  # fmt: skip
     return result
