@@ -90,15 +90,20 @@ class AnswerText:
     def read(self, outputs: Sequence[TokenOutput]) -> TextOutput:
         """Returns the text output of one or more token outputs, given in order. It must not be called after the answer
         has ended."""
-        text, read = "", list[TokenOutput]()
-        for output in [_joined(outputs)] if self._at_once else outputs:
-            read.append(output)
-            added, reason = self._push(output)
+        if self._at_once and len(outputs) > 1:
+            outputs = [_joined(outputs)]
+        text = ""
+        read: list[TokenOutput] = []
+        for last in outputs:
+            read.append(last)
+            added, reason = self._push(last)
             text += added
             if self.ended:
                 break
-        last = _joined(read)
-        whole = TextOutput(*astuple(last), text, self._detokenizer.stop_string, self._stop_reason(last))
+        if len(read) > 1:
+            last = _joined(read)
+        stop_reason = self._stop_reason(last) if self.ended else None
+        whole = TextOutput(*[*astuple(last), text, self._detokenizer.stop_string, stop_reason])
         whole.finish_reason = reason
         return whole
 
@@ -126,8 +131,6 @@ class AnswerText:
 
 def _joined(outputs: Sequence[TokenOutput]) -> TokenOutput:
     last = outputs[-1]
-    if len(outputs) == 1:
-        return last
     logprobs, selections = last.logprobs, last.selections
     return replace(
         last,
