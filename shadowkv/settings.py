@@ -46,8 +46,8 @@ def finite(least: float, *, above: bool = False) -> Check:
 
 
 SHARE = Check(lambda value: 0 < value <= 1, "must be in (0, 1]")
-POSITIVE = Check(lambda value: value > 0, "must be positive")
-NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative")
+POSITIVE = Check(lambda value: 0 < value < math.inf, "must be finite and positive")
+NOT_NEGATIVE = Check(lambda value: 0 <= value < math.inf, "must be finite and not negative")
 NOT_EMPTY = Check(lambda value: value != "", "must not be empty")
 
 

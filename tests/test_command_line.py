@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
         ),
         (
             "serve --send-timeout -1 --max-body-mib 0",
-            "--max-body-mib 0.0 must be positive; --send-timeout -1.0 must not be negative",
+            "--max-body-mib 0.0 must be finite and positive; --send-timeout -1.0 must be finite and not negative",
         ),
         ("serve --port 70000 --uds=", "--port 70000 must be between 0 and 65535; --uds '' must not be empty"),
         ("serve --allow-credentials", "--allow-credentials has no meaning without --allowed-origins"),
@@ -112,7 +112,7 @@ def test_mistakes_are_one_line(arguments, line, capsys):
             'serve --rope-theta 1e6 --hf-overrides {"rope_theta":1e6}',
             "--rope-theta 1000000.0 is also in --hf-overrides: set only one of them",
         ),
-        ("eval stress --out o --rope-theta -1", "--rope-theta -1.0 must be positive"),
+        ("eval stress --out o --rope-theta -1", "--rope-theta -1.0 must be finite and positive"),
         (
             "eval stress --out o --load-format dummy --length 8193",
             "--length 8193 is more than the 8192 positions ",
@@ -123,6 +123,18 @@ def test_mistakes_are_one_line(arguments, line, capsys):
             "--prompt-tokens + --new-tokens 8448 is more than the 8192 positions that this llama model supports",
         ),
         ("bench serve --num-prompts 0", "--num-prompts 0 must be positive"),
+        ("serve --host-memory-gib inf", "--host-memory-gib inf must be finite and not negative"),
+        ("serve --max-body-mib inf", "--max-body-mib inf must be finite and positive"),
+        ("serve --storage-mib inf", "--storage-mib inf must be finite and not negative"),
+        ("plan --context 64 --gpu-memory-gib inf", "--gpu-memory-gib inf must be finite and positive"),
+        ("plan --context 64 --device-bandwidth-tbs inf", "--device-bandwidth-tbs inf must be finite and positive"),
+        ("plan --context 64 --host-memory-gib inf", "--host-memory-gib inf must be finite and not negative"),
+        ("serve --allowed-origins example.com *", "--allowed-origins example.com must be an origin with its scheme"),
+        ("eval stress --out o --base-url localhost:80", "--base-url localhost:80 must be a URL, such as http://loc"),
+        (
+            "eval stress --out o --base-url http://localhost:1/v1 --model served-name",
+            "prompts are measured with the tokenizer of served-name: 'served-name' is no directory",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_named_by_their_flags(arguments, line, capsys, tmp_path, monkeypatch):

@@ -167,6 +167,8 @@ def check(args: argparse.Namespace) -> None:
     ]
     bad += [f"--depths {depth} is not in [0, 100]" for depth in getattr(args, "depths", ()) if not 0 <= depth <= 100]
     served = getattr(args, "base_url", None)
+    if served and not served.startswith(("http://", "https://")):
+        bad.append(f"--base-url {served} must be a URL, such as http://localhost:8000/v1")
     if served and len(args.kv or ()) > 1:
         bad.append(f"--kv {' '.join(args.kv)}: a server has one policy")
     for name in ("budget", "vary"):

@@ -128,7 +128,12 @@ def _local(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy],
 
 
 def _remote(args: argparse.Namespace) -> tuple[Answerer, Tokenizer, list[Policy], str]:
-    tokenizer = load_tokenizer(args.tokenizer or args.model or EngineConfig.model)
+    source = args.tokenizer or args.model or EngineConfig.model
+    try:
+        tokenizer = load_tokenizer(source)
+    except (ValueError, OSError) as error:
+        asked = "" if args.tokenizer else "; name the tokenizer of the server's model with --tokenizer"
+        raise ValueError(f"prompts are measured with the tokenizer of {source}: {one_line(error)}{asked}") from error
     server = Remote(args.base_url, args.model, lambda text: len(tokenizer.encode(text)), args.num_concurrent)
     return server, tokenizer, [served_policy(args.kv[0] if args.kv else "remote")], server.model
 

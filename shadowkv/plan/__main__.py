@@ -13,7 +13,7 @@ from shadowkv.kvcache.policy.spec import FETCH_BUFFER
 from shadowkv.kvcache.traffic import HIT_RATE
 from shadowkv.load_settings import parse_count
 from shadowkv.plan.cards import CARDS, parse_card
-from shadowkv.settings import add_flag
+from shadowkv.settings import POSITIVE, add_flag
 
 DOES_NOT_FIT = 1
 """Exit code if there is a policy with which not even one sequence fits."""
@@ -134,9 +134,9 @@ def _checked(args: argparse.Namespace) -> EngineConfig:
     )
     config = EngineConfig(**{name: getattr(args, name) for name in checked})
     bad = [
-        f"--{name.replace('_', '-')} {getattr(args, name)} must be more than 0"
+        f"--{name.replace('_', '-')} {getattr(args, name)} {POSITIVE.rule}"
         for name in ("context", "gpu_memory_gib", "device_bandwidth_tbs", "host_bandwidth_gbs", "replicas")
-        if not getattr(args, name) > 0
+        if not POSITIVE.holds(getattr(args, name))
     ]
     if not 0 <= args.hit_rate <= 1:
         bad.append(f"--hit-rate {args.hit_rate} must be in [0, 1]")

@@ -26,7 +26,7 @@ from shadowkv.serve.http.metrics import Metrics
 from shadowkv.serve.http.middleware import Guard, HeadAsGet, RequestLog, RootPath, Unprefixed
 from shadowkv.serve.http.routing import Application
 from shadowkv.serve.http.server import server_on
-from shadowkv.serve.http.settings import ServerSettings
+from shadowkv.serve.http.settings import LOCALHOST, ServerSettings
 from shadowkv.serve.http.status_routes import status_routes
 from shadowkv.serve.http.tracing import Tracing
 from shadowkv.serve.native.routes import native_routes
@@ -45,9 +45,6 @@ from shadowkv.serve.workers import Workers
 if TYPE_CHECKING:
     from shadowkv.engine.process.client import EngineClient
     from shadowkv.engine.process.launch import EngineProcess, ReplicaProcesses
-
-LOCALHOST = "localhost"
-"""A value of ``allowed_origins`` that allows web pages of this machine on any port, as in llama.cpp."""
 
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 

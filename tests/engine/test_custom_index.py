@@ -42,7 +42,7 @@ def test_its_setting_is_read_checked_and_used() -> None:
         assert parts.build_parts(spec, shape, torch.float32).index.settings == custom_index.SmallNorms.Settings(1.0)
     assert parts.resolve(preset("small-norms"), shape).as_dict()["order"] == 2.0
     for text, said in (
-        ("small-norms:order=0.0", r"order=0\.0 must be positive"),
+        ("small-norms:order=0.0", r"order=0\.0 must be finite and positive"),
         ("small-norms:order=x", "order='x' is not a number"),
         ("turbo:order=1", r"order=1\.0 has no meaning with index='sketch'; index that have it: small-norms"),
         ("small-norms:keys.order=1", r"'keys\.order' is not a field; .*, and settings of parts: .*index\.order"),

@@ -33,6 +33,7 @@ def test_a_template_that_is_given(tiny: Path, tmp_path: Path) -> None:
         assert served.chat_template == source and served.encode_chat(CHAT) == answer.prompt_token_ids
     for wrong, words in (
         ("none.jinja", "chat_template='none.jinja': there is no such file, and a template would have braces"),
+        (".", "chat_template='.': this is a directory; name the template's file"),
         ("{% if %}", "chat_template='{% if %}': the chat template is not valid"),
     ):
         with pytest.raises(SettingsError, match=words):

@@ -211,7 +211,7 @@ def test_bytes_are_those_of_exact_tokens_in_skipped_layers_and_of_the_policy_in_
 def test_what_cannot_be_skipped_is_refused(kv: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         resolve(replace(SPECS[kv], skip_layers=3), SHAPE)
-    with pytest.raises(ValueError, match="skip_layers=-1 must not be negative"):
+    with pytest.raises(ValueError, match="skip_layers=-1 must be finite and not negative"):
         resolve(replace(SPECS[kv], skip_layers=-1), SHAPE)
 
 

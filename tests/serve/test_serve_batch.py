@@ -85,6 +85,14 @@ def test_empty_file(run):
     assert records(run.files.output) == []
 
 
+@pytest.mark.parametrize("prompt, code", [("Hi", 0), ("DIE", 1)])
+def test_the_engines_sockets_are_closed_at_the_end(run, engine, monkeypatch, prompt, code):
+    ended = []
+    monkeypatch.setattr(engine, "disconnect", lambda: ended.append(len(engine.prompts)))
+    assert run([line("a", prompt=prompt)]) == code
+    assert ended == [1]
+
+
 def test_a_dead_engine_ends_the_run_and_keeps_what_is_done(run, capsys):
     lines = [line("first", prompt="Hi"), line("second", prompt="DIE"), line("third", prompt="Hi")]
     assert run(lines, concurrency=1) == 1

@@ -32,6 +32,8 @@ def template_source(given: str) -> str:
     file = Path(given).expanduser()
     if not is_there(file):
         raise FileNotFoundError("there is no such file, and a template would have braces")
+    if file.is_dir():
+        raise IsADirectoryError("this is a directory; name the template's file")
     return read_text(file)
 
 

@@ -118,4 +118,7 @@ def run_batch(
 ) -> int:
     """Answers the file with an engine and prints a report; returns the exit code."""
     answers = LineAnswers(engine, model, settings)
-    return run_files(files, lambda run: asyncio.run(answer_with(answers, run, concurrency)))
+    try:
+        return run_files(files, lambda run: asyncio.run(answer_with(answers, run, concurrency)))
+    finally:
+        engine.disconnect()

@@ -36,6 +36,9 @@ named as in vLLM."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Loopback names of this machine."""
 
+LOCALHOST = "localhost"
+"""A value of ``allowed_origins`` that allows web pages of this machine on any port, as in llama.cpp."""
+
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 """uvicorn's log levels."""
 
@@ -263,6 +266,11 @@ class ServerSettings:
             bad.append("max_concurrent_requests_per_key has no meaning without api_key")
         if self.storage_dir is not None and not self.storage_mib:
             bad.append("storage_dir has no meaning with storage_mib=0")
+        bad += [
+            f"allowed_origins={origin!r} must be an origin with its scheme (https://example.com), '*' or localhost"
+            for origin in self.allowed_origins
+            if origin not in ("*", "null", LOCALHOST) and "://" not in origin
+        ]
         if self.allow_credentials and not self.allowed_origins:
             bad.append("allow_credentials has no meaning without allowed_origins")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
