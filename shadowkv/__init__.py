@@ -39,4 +39,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "LLM":
+        from shadowkv.threads import wait_asleep
+
+        wait_asleep()
     return getattr(import_module(_HOMES[name]), name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shadowkv.command_line import one_line
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.arguments import check, parser
+from shadowkv.threads import wait_asleep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"loading {args.model or EngineConfig.model}", file=sys.stderr, flush=True)
+    wait_asleep()
     from shadowkv.eval.command import execute  # it loads PyTorch, which is too slow for --help and errors
 
     return execute(args, arguments)
