@@ -33,7 +33,8 @@ static SHADOWKV_INLINE Floats sigmoid(Floats x) {
 
 static SHADOWKV_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
-// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next.
+// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next, into the second
+// cache: with keys they would not fit into the first.
 template <int N, typename T>
 static void score_keys(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim, float* scores) {
@@ -44,7 +45,7 @@ static void score_keys(
     for (int i = 0; i < KEYS; ++i) keys[i] = k + (row + i < rows ? row + i : rows - 1) * k_row;
     if (v != nullptr)
       for (int i = 0; i < KEYS; ++i)
-        for (int64_t x = 0; x < dim; x += 64 / int64_t(sizeof(T))) __builtin_prefetch(v + (row + i) * v_row + x);
+        for (int64_t x = 0; x < dim; x += 64 / int64_t(sizeof(T))) __builtin_prefetch(v + (row + i) * v_row + x, 0, 2);
     Floats sums[N][KEYS] = {};
     for (int64_t x = 0; x < whole; x += LANES) {
       Floats queries[N];
@@ -65,17 +66,21 @@ static void score_keys(
   }
 }
 
-// out [N, dim] = out * scale [N] + weights [N, rows] @ values, in columns [x, x + M * LANES).
+// out [N, dim] = out * scale [N] + weights [N, rows] @ values, in columns [x, x + M * LANES). Also prefetches these columns
+// of the keys that are needed next, unless `next` is null.
 template <int N, int M, typename T>
 static SHADOWKV_INLINE void add_columns(
     const float* weights, int64_t weights_row, const float* scale, const T* v, int64_t v_row, int64_t rows, int64_t dim,
-    int64_t x, float* out) {
+    int64_t x, float* out, const T* next, int64_t next_row) {
   Floats sums[N][M];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i) sums[n][i] = load(out + n * dim + x + i * LANES) * scale[n];
   for (int64_t row = 0; row < rows; ++row) {
+    if (next != nullptr)
+      for (int64_t i = 0; i < M * LANES; i += 64 / int64_t(sizeof(T)))
+        __builtin_prefetch(next + row * next_row + x + i, 0, 2);
     Floats values[M];
 #pragma GCC unroll 4
     for (int i = 0; i < M; ++i) values[i] = load(v + row * v_row + x + i * LANES);
@@ -93,12 +98,12 @@ static SHADOWKV_INLINE void add_columns(
 template <int N, typename T>
 static void add_values(
     const float* weights, int64_t weights_row, const float* scale, const T* v, int64_t v_row, int64_t rows, int64_t dim,
-    float* out) {
+    float* out, const T* next = nullptr, int64_t next_row = 0) {
   int64_t x = 0;
   for (; x + SPAN * LANES <= dim; x += SPAN * LANES)
-    add_columns<N, SPAN>(weights, weights_row, scale, v, v_row, rows, dim, x, out);
+    add_columns<N, SPAN>(weights, weights_row, scale, v, v_row, rows, dim, x, out, next, next_row);
   for (; x + LANES <= dim; x += LANES)
-    add_columns<N, 1>(weights, weights_row, scale, v, v_row, rows, dim, x, out);
+    add_columns<N, 1>(weights, weights_row, scale, v, v_row, rows, dim, x, out, next, next_row);
   for (; x < dim; ++x)
     for (int n = 0; n < N; ++n) {
       float sum = out[n * dim + x] * scale[n];
@@ -133,12 +138,13 @@ static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, flo
 }
 
 // Adds up to TILE keys and values to the sums of N queries. `log_weight` [rows], in units of log 2, is added to the
-// scores of all queries, and `added` [N, TILE] to those of each query; null for nothing.
+// scores of all queries, and `added` [N, TILE] to those of each query; null for nothing. `next_k` are the keys of the next
+// tile, to prefetch; null for none.
 template <int N, typename T>
 static void attend_tile(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim,
     const float* log_weight, const float* added, bool fetch_values, float* scores, float* scale, float* peak,
-    float* sum, float* out) {
+    float* sum, float* out, const T* next_k = nullptr) {
   score_keys<N>(q, k, k_row, fetch_values ? v : nullptr, v_row, rows, dim, scores);
   for (int n = 0; n < N; ++n) {
     if (log_weight != nullptr)
@@ -147,5 +153,5 @@ static void attend_tile(
       for (int64_t row = 0; row < rows; ++row) scores[n * TILE + row] += added[n * TILE + row];
     scale[n] = weigh(scores + n * TILE, rows, peak + n, sum + n);
   }
-  add_values<N>(scores, TILE, scale, v, v_row, rows, dim, out);
+  add_values<N>(scores, TILE, scale, v, v_row, rows, dim, out, next_k, k_row);
 }
