@@ -241,6 +241,22 @@ def test_tokens_of_a_sequence_in_one_step(seed: int) -> None:
     assert_as_reference(make_layers(3, "Q8_0", kinds="lal", gated=True), tokens, threads=2)
 
 
+def test_what_is_only_written_may_hold_anything(seed: int) -> None:
+    """Rows that get states, and the new tokens' places in pages. All other memory keeps its bits."""
+    layers, tokens, x = make_layers(3, "floats", kinds="lal", gated=True), new_tokens((1, 65)), torch.randn(2, HIDDEN)
+    assert tokens.states is not None
+    dirty = changed(layers, Tensor.clone)
+    for states in (*dirty.convolution_states, *dirty.matrix_states):
+        states[tokens.states.write] = torch.nan
+    for pages in (*dirty.k_pages, *dirty.v_pages):
+        pages[tokens.write_page, :, tokens.write_offset] = torch.nan
+    before = [one.clone() for one in memory(layers)]
+    results = [[*decode_layers(x, None, one, tokens, False), *memory(one)] for one in (layers, dirty)]
+    assert all(torch.equal(clean, found) and found.isfinite().all() for clean, found in zip(*results, strict=True))
+    for old, new in zip(before, memory(dirty), strict=True):
+        assert len((old != new).nonzero()[:, 0].unique()) == 2  # the pages or rows that have changed
+
+
 def test_states_in_bfloat16(seed: int) -> None:
     def rounded(layers: Layers) -> Layers:
         return changed(layers, lambda x: x.bfloat16().to(x.dtype) if x.dim() == 4 else x.clone())
