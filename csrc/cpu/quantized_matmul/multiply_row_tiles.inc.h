@@ -71,7 +71,7 @@ static SHADOWKV_INLINE void multiply_row_tile(
     __m512 scales[FORMAT.values / Tile::COLUMNS], minima[FORMAT.values / Tile::COLUMNS];
     Tile::parameters(rows, at, scales, minima);
     Tile::codes(rows, at, [&](int unit, const Wide* codes) __attribute__((always_inline)) {
-      // Of the next tile, into the second cache: pieces of rows are too short for the hardware prefetcher.
+      // Of a later tile, into the second cache: pieces of rows are too short for the hardware prefetcher.
       for (int64_t i = 0; i < UNIT_BYTES; i += 64)
         __builtin_prefetch(next + TILE_LANES * at + unit * UNIT_BYTES + i, 0, 2);
       const int half = Tile::COLUMNS == 16 ? unit % 2 : 0;
@@ -108,12 +108,16 @@ static SHADOWKV_INLINE void with_count(int64_t count, const Work& work) {
   work(Count<N>{});
 }
 
+// Bytes from a tile to the one that is prefetched meanwhile, in whole tiles. The next tile of short rows would come too late.
+constexpr int64_t AHEAD = 16384;
+
 // Up to TOKENS_AT_ONCE tokens: rows stay in the caches while they are multiplied with a block of these after the other.
 template <BlockKind KIND>
 static void multiply_row_tiles(
     const QuantizedMatrix& matrix, const ByteGroup* x, int64_t tokens, int64_t first, int64_t last, float* out,
     int64_t out_row) {
-  const int64_t token_groups = matrix.columns / 32;
+  const int64_t token_groups = matrix.columns / 32, tile = TILE_LANES * matrix.row_bytes;
+  const int64_t ahead = (AHEAD + tile - 1) / tile * tile;
   for (int64_t row = first; row < last; row += TILE_LANES) {
     const uint8_t* rows[TILE_LANES];
     rows_of_tile(matrix, row, last, rows);
@@ -121,7 +125,7 @@ static void multiply_row_tiles(
     const auto multiply = [&](auto count) {
       constexpr int N = decltype(count)::value;
       multiply_row_tile<KIND, N>(
-          rows, TILE_LANES * matrix.row_bytes, matrix.columns, x + token * token_groups, token_groups,
+          rows, ahead, matrix.columns, x + token * token_groups, token_groups,
           out + token * out_row + row, out_row, valid_lanes(last - row));
       token += N;
     };
