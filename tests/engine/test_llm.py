@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def tiny_llm(tiny: Path) -> LLM:
-    return LLM(str(tiny), load_format="dummy", kv="full", max_model_len=512, max_num_seqs=4)
+def tiny_llm(tiny: Path) -> Iterator[LLM]:
+    with LLM(str(tiny), load_format="dummy", kv="full", max_model_len=512, max_num_seqs=4) as llm:
+        yield llm
 
 
 @pytest.fixture(autouse=True)

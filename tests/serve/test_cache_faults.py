@@ -134,8 +134,8 @@ def test_the_engine_ends_meanwhile(serve: Serve, monkeypatch: pytest.MonkeyPatch
         client.engine.shutdown(120)
         asking.join()
         assert answers[0].status_code in (404, 503)
-        assert error_of(client.post("/cache/restore", name="x"), 503)["code"] == "engine_dead"
-        assert error_of(client.post("/cache/save", name="x", prompt=tokens(1)), 503)["code"] == "engine_dead"
+        assert error_of(client.post("/cache/restore", name="x"), 503)["code"] == "server_stopping"
+        assert error_of(client.post("/cache/save", name="x", prompt=tokens(1)), 503)["code"] == "server_stopping"
 
 
 def test_tiers_that_have_failed_keep_nothing(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,6 @@ def test_batch_with_a_bad_line(engine, tmp_path):
     files.input.write_text("\n".join([*lines, "bad"]), encoding="utf-8")
     again = engine.another()
     assert run_batch(again, again.model_name, files, 8) == 0
-    again.disconnect()
     records = [json.loads(line) for line in files.output.read_text(encoding="utf-8").splitlines()]
     assert sum(record["error"] is not None for record in records) == 1
     answers = [record["response"]["body"] for record in records if record["error"] is None]
