@@ -60,10 +60,15 @@ def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
 def read_trace(path: Path) -> list[Arrival]:
     """Reads a trace. Returns its requests in order of arrival. The seed of a line without a seed is the line's number.
 
-    Raises ValueError for a file that is not a trace or has no requests, and OSError for a file that cannot be read.
+    Raises ValueError for a file that cannot be read, is not a trace or has no requests.
     """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+        raise ValueError(f"the trace {path} cannot be read: {reason}; a trace has one JSON object per line") from error
     arrivals = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             fields = json.loads(line)
             arrival = Arrival(

@@ -40,7 +40,7 @@ from shadowkv.bench.serving_stats import Record, spread
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval.provenance import command, commit
 from shadowkv.eval.records.predictions import write_json
-from shadowkv.settings import add_flag
+from shadowkv.settings import POSITIVE, add_flag
 
 PATHS = {"completions": "completions", "chat": "chat/completions"}
 
@@ -247,8 +247,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the benchmark and returns the content of the result file. Raises Refused if nothing could be measured,
     ValueError for wrong flags."""
     for name in ("streams", "rate", "tokens", "seconds", "input_len"):
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        if (value := getattr(args, name)) is not None and not POSITIVE.holds(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value} {POSITIVE.rule}")
     with server(args) as (url, http), pinned(http) as cores:
 
         def once(rate: float) -> dict[str, Any]:

@@ -41,7 +41,11 @@ def test_chats_are_measured_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "text"),
-    [(["--streams", "0"], "--streams must be above 0"), (["--model", "no-such-model"], "no known name")],
+    [
+        (["--streams", "0"], "--streams 0 must be finite and positive"),
+        (["--rate", "nan"], "--rate nan must be"),
+        (["--model", "no-such-model"], "no known name"),
+    ],
 )
 def test_what_cannot_be_measured_is_said(flags: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontend", *flags]) == 2

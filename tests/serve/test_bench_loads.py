@@ -47,6 +47,10 @@ def test_a_trace_brings_the_same_requests_again(tmp_path: Path) -> None:
         others.write_text(text)
         with pytest.raises(ValueError, match=r"others\.jsonl"):
             read_trace(others)
+    others.write_bytes(b"\xff\n")
+    for file, reason in ((others, "it is not UTF-8"), (tmp_path / "none", "No such file or directory")):
+        with pytest.raises(ValueError, match=f"the trace {file} cannot be read: {reason}; a trace has one JSON object"):
+            read_trace(file)
 
 
 def record(sent: float, *chunks: float, tokens: int, done: bool = True) -> Record:
