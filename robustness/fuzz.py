@@ -28,6 +28,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from fastapi import FastAPI
 
 from robustness.judging.judge import Judge
 from robustness.judging.native import GENERATE
@@ -470,7 +471,17 @@ def fuzz(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _fuzz(engine: EngineClient, args: argparse.Namespace) -> dict[str, Any]:
-    app, process = build_app(engine, MODEL), psutil.Process()
+    app = build_app(engine, MODEL)
+    try:
+        return await _figures(app, engine, args)
+    finally:  # as at the end of a server
+        await app.state.drop()
+        app.state.store.close()
+        engine.disconnect()
+
+
+async def _figures(app: FastAPI, engine: EngineClient, args: argparse.Namespace) -> dict[str, Any]:
+    process = psutil.Process()
     # Uncaught exceptions become a status of 500, as behind a real server.
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://fuzz") as client:

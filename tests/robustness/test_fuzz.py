@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from robustness import fuzz
@@ -31,8 +32,10 @@ ERROR = {"message": "no", "type": "invalid_request_error", "param": None, "code"
 
 
 def test_nothing_breaks():
+    before = psutil.Process().children()
     found = fuzz.fuzz(fuzz.parse(["--bodies", "1200"]))
     assert found["ok"], found
+    assert psutil.Process().children() == before, "processes that read bodies end"
     assert all(counts.get(200) and counts.get(400) for counts in found["statuses"].values())
 
 
