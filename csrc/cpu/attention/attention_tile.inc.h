@@ -33,8 +33,8 @@ static SHADOWKV_INLINE Floats sigmoid(Floats x) {
 
 static SHADOWKV_INLINE Floats silu(Floats x) { return x * sigmoid(x); }
 
-// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next, into the second
-// cache: with keys they would not fit into the first.
+// Scores [N, TILE] of N queries [N, dim] with `rows` keys. Also prefetches the values that are needed next, into the
+// second cache: with keys they would not fit into the first.
 template <int N, typename T>
 static void score_keys(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim, float* scores) {
@@ -66,8 +66,8 @@ static void score_keys(
   }
 }
 
-// out [N, dim] = out * scale [N] + weights [N, rows] @ values, in columns [x, x + M * LANES). Also prefetches these columns
-// of the keys that are needed next, unless `next` is null.
+// out [N, dim] = out * scale [N] + weights [N, rows] @ values, in columns [x, x + M * LANES). Also prefetches these
+// columns of the keys that are needed next, unless `next` is null.
 template <int N, int M, typename T>
 static SHADOWKV_INLINE void add_columns(
     const float* weights, int64_t weights_row, const float* scale, const T* v, int64_t v_row, int64_t rows, int64_t dim,
@@ -138,8 +138,8 @@ static SHADOWKV_INLINE float weigh(float* scores, int64_t rows, float* peak, flo
 }
 
 // Adds up to TILE keys and values to the sums of N queries. `log_weight` [rows], in units of log 2, is added to the
-// scores of all queries, and `added` [N, TILE] to those of each query; null for nothing. `next_k` are the keys of the next
-// tile, to prefetch; null for none.
+// scores of all queries, and `added` [N, TILE] to those of each query; null for nothing. `next_k` are the keys of the
+// next tile, to prefetch; null for none.
 template <int N, typename T>
 static void attend_tile(
     const float* q, const T* k, int64_t k_row, const T* v, int64_t v_row, int64_t rows, int64_t dim,

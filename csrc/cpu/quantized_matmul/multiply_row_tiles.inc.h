@@ -108,7 +108,8 @@ static SHADOWKV_INLINE void with_count(int64_t count, const Work& work) {
   work(Count<N>{});
 }
 
-// Bytes from a tile to the one that is prefetched meanwhile, in whole tiles. The next tile of short rows would come too late.
+// Bytes from a tile to the one that is prefetched meanwhile, in whole tiles. The next tile of short rows would come too
+// late.
 constexpr int64_t AHEAD = 16384;
 
 // Up to TOKENS_AT_ONCE tokens: rows stay in the caches while they are multiplied with a block of these after the other.
