@@ -84,14 +84,16 @@ def models() -> str:
     return table(["tokens/s (sequences)", *head, "a step of one sequence of 1,024"], rows)
 
 
+SMOLLM2, QWEN2_5 = "SmolLM2-135M, Q4_1", "Qwen2.5-Coder-1.5B, Q4_K_M"
+QWEN3_5 = "Qwen3.5-0.8B's shapes, random weights, Q4_K"
 PEERS = {
-    ("SmolLM2-135M, Q4_1", "one user, 60 words"): "peer_two_threads_16_bits",
-    ("SmolLM2-135M, Q4_1", "one user, 825 words"): "peer_two_threads_16_bits",
-    ("SmolLM2-135M, Q4_1", "eight users, 60 words"): "peer_two_threads_16_bits",
-    ("Qwen2.5-Coder-1.5B, Q4_K_M", "one user, 60 words"): "peer_qwen_q4_k_m_two_threads_60",
-    ("Qwen2.5-Coder-1.5B, Q4_K_M", "one user, 825 words"): "peer_qwen_q4_k_m_two_threads",
-    ("Qwen2.5-Coder-1.5B, Q4_K_M", "one user, 3,129 words"): "peer_qwen_q4_k_m_two_threads_long",
-    ("Qwen2.5-Coder-1.5B, Q4_K_M", "eight users, 60 words"): "peer_qwen_q4_k_m_two_threads_long",
+    (SMOLLM2, "one user, 60 words"): "peer_smollm2",
+    (SMOLLM2, "one user, 825 words"): "peer_smollm2",
+    (SMOLLM2, "eight users, 60 words"): "peer_smollm2",
+    (QWEN2_5, "one user, 60 words"): "peer_qwen2_5",
+    (QWEN2_5, "one user, 825 words"): "peer_qwen2_5",
+    (QWEN2_5, "eight users, 60 words"): "peer_qwen2_5",
+    (QWEN3_5, "one user, 2,048 words"): "peer_qwen3_5",
 }
 
 
