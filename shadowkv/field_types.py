@@ -65,8 +65,12 @@ def json_type(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Writes a value as JSON, for messages. From Python, it can have parts that JSON does not have."""
-    return json.dumps(value, default=repr)
+    """Writes a value as JSON, for messages. From Python, it can have parts that JSON does not have. If the key of a
+    dict is such a part, the value is written as in Python."""
+    try:
+        return json.dumps(value, default=repr)
+    except TypeError:
+        return repr(value)
 
 
 def _is(value: Any, kind: type) -> bool:

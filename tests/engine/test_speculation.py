@@ -379,6 +379,7 @@ def synthetic(rates: Any = None) -> dict[str, Any]:
         ({}, "method is missing; it is one of ngram, suffix, sparse"),
         ({"method": "eagle"}, "method='eagle' is not one of ngram, suffix, sparse"),
         ({"method": "suffix", "model": "x"}, "'model' is not one of method, num_speculative_tokens"),
+        ({(1, 2): 3}, "{(1, 2): 3}: (1, 2) is not one of method, num_speculative_tokens"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({"method": "suffix", "num_speculative_tokens": 64}, "num_speculative_tokens=64 must be between 1 and 63"),
         (
