@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shadowkv.installation import clone
+from shadowkv.ops.cpu_sources import is_current
 from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantized.blocks import BLOCKS
@@ -53,6 +55,9 @@ def cpu_missing() -> list[str]:
     path = cpu_library()
     if not path.exists():
         return [Unbuilt(_built_for_another() or "not built")]
+    # Without a clone, the library was installed together with the package.
+    if (folder := clone()) is not None and not is_current(path, folder):
+        return [Unbuilt(f"{path.name} was built from sources that have changed since")]
     functions = (
         _attend_selected,
         _causal_convolution,

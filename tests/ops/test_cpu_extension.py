@@ -1,6 +1,7 @@
 """Properties of the C++ backends: checks of arguments, threads, instruction sets, and fake implementations."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -140,6 +141,24 @@ def test_an_extension_of_an_older_version_is_told_and_left(monkeypatch):
     [reason] = extension.cpu_missing.__wrapped__()
     assert isinstance(reason, Unbuilt)
     assert reason.endswith("is of an older version and lacks op_that_came_later")
+
+
+@pytest.mark.parametrize("change", ["edited", "new", "moved"])
+def test_an_extension_of_other_sources_is_told_and_left(monkeypatch, tmp_path, change):
+    sources = shutil.copytree(Path(__file__).parents[2] / "csrc", tmp_path / "csrc")
+    monkeypatch.setattr(extension, "clone", lambda: tmp_path)
+    monkeypatch.setattr(extension, "_load", lambda *_: [])
+    assert extension.cpu_missing.__wrapped__() == []
+    header = sources / "cpu/common/numbers.h"
+    if change == "moved":
+        header.rename(sources / "numbers.h")
+    elif change == "edited":
+        header.write_text(header.read_text() + "// another line\n")
+    else:
+        (sources / "new.h").touch()
+    [reason] = extension.cpu_missing.__wrapped__()
+    assert isinstance(reason, Unbuilt)
+    assert reason == f"{extension.cpu_library().name} was built from sources that have changed since"
 
 
 def test_an_extension_for_another_torch_is_told_with_what_to_do(monkeypatch, tmp_path):

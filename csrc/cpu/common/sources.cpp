@@ -1,0 +1,8 @@
+// The digest of the sources that the library is built from. Python looks for it in the library's bytes
+// (shadowkv/ops/cpu_sources.py).
+
+namespace {
+
+[[gnu::used]] const char SOURCES[] = SHADOWKV_CPU_SOURCES;
+
+}  // namespace
