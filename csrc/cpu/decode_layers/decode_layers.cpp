@@ -43,7 +43,7 @@ int64_t count_products(const Projection& by) {
 
 DecodeLayers::DecodeLayers(
     const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-    const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads)
+    const PagedPlan& plan, const LayerBuffers& buffers, bool after_attention, bool to_attention, int64_t threads)
     : sizes(sizes),
       layers(layers),
       rope(rope),
@@ -51,30 +51,33 @@ DecodeLayers::DecodeLayers(
       plan(plan),
       buffers(buffers),
       threads(threads),
-      first(behind_attention ? OUT_INPUT : INPUT),
+      first(after_attention ? OUT_INPUT : INPUT),
       last(to_attention ? (layers.size() - 1) * STAGES + OUT_INPUT : layers.size() * STAGES + 1),
       progress(last),
       left(sizes.batch * sizes.heads),
       partials(plan, sizes.group, sizes.dim),
       hidden_input(sizes.batch, sizes.hidden),
       out_input(sizes.batch, sizes.queries()),
-      net_out_input(sizes.batch, sizes.net.values()),
+      delta_net_out_input(sizes.batch, sizes.delta_net.values()),
       down_input(sizes.batch, sizes.intermediate),
-      inputs(sizes.batch * std::max(sizes.qkv(), sizes.net.rows())),
+      inputs(sizes.batch * std::max(sizes.qkv(), sizes.delta_net.rows())),
       delta(sizes.batch * sizes.hidden),
       gate_up(2 * sizes.batch * sizes.intermediate),
       chains(chains_of(tokens.states)),
-      convolved(sizes.batch * sizes.net.channels),
-      log_decay(sizes.batch * sizes.net.heads),
-      beta(sizes.batch * sizes.net.heads) {
+      convolved(sizes.batch * sizes.delta_net.channels),
+      log_decay(sizes.batch * sizes.delta_net.heads),
+      beta(sizes.batch * sizes.delta_net.heads) {
   for (size_t row = 0; row < left.size(); ++row) left[row] = plan.first_partial[row + 1] - plan.first_partial[row];
 }
 
 void DecodeLayers::run() {
-  const NetSizes& net = sizes.net;
+  const DeltaNetSizes& delta_net = sizes.delta_net;
+  const bool converts = std::any_of(layers.begin(), layers.end(), [](const Layer& layer) {
+    return layer.delta_net && layer.delta_net->narrow_matrices != nullptr;
+  });
   Scratch scratch = {
-      MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim), ConvolutionScratch(net.width),
-      DeltaScratch(net.key_dim, net.value_dim, true)};
+      MatmulScratch(sizes.batch), PagedScratch(sizes.group, sizes.dim), ConvolutionScratch(delta_net.width),
+      DeltaScratch(delta_net.key_dim, delta_net.value_dim, converts)};
   for (int64_t stage = first; stage < last; ++stage) {
     const int64_t tasks = count_tasks(stage);
     const int64_t parts = is_product(stage) ? TaskRanges::parts_for(threads) : tasks;
@@ -101,8 +104,8 @@ int64_t DecodeLayers::count_tasks(int64_t stage) const {
   const Layer& layer = layers[stage / STAGES];
   switch (stage % STAGES) {
     case INPUTS: return count_products(layer.inputs);
-    case HEADS: return layer.net ? (chains.size() - 1) * sizes.net.parts() : sizes.batch;
-    case MIXER: return layer.net ? (chains.size() - 1) * sizes.net.heads : plan.tasks.size();
+    case HEADS: return layer.delta_net ? (chains.size() - 1) * sizes.delta_net.parts() : sizes.batch;
+    case MIXER: return layer.delta_net ? (chains.size() - 1) * sizes.delta_net.heads : plan.tasks.size();
     case OUT: return count_products(layer.out);
     case GATE_UP: return count_products(layer.gate_up);
     case DOWN: return count_products(layer.down);
@@ -124,13 +127,13 @@ void DecodeLayers::run_task(int64_t stage, int64_t task, Scratch& scratch) {
   switch (stage % STAGES) {
     case INPUTS: return multiply(layer.inputs, hidden_input, task, scratch.matmul, inputs);
     case HEADS:
-      if (layer.net) return convolve(*layer.net, task, scratch.convolution);
+      if (layer.delta_net) return convolve(*layer.delta_net, task, scratch.convolution);
       return place_heads(layer.inputs.bias, *layer.attention, task);
     case MIXER:
-      if (layer.net) return apply_delta_rule(*layer.net, task, scratch.rule);
+      if (layer.delta_net) return apply_delta_rule(*layer.delta_net, task, scratch.rule);
       return attend(*layer.attention, task, scratch.attention);
     case OUT_INPUT: {
-      if (layer.net) return net_out_input.finish_row(task);
+      if (layer.delta_net) return delta_net_out_input.finish_row(task);
       const int64_t columns = out_input.columns;
       std::copy_n(buffers.attended + task * columns, columns, out_input.row(task));
       if (sizes.gated) SHADOWKV_BEST(gate_row)(out_input.row(task), buffers.gate + task * columns, columns);
@@ -185,37 +188,37 @@ void DecodeLayers::place_heads(const float* bias, const Attention& layer, int64_
 }
 
 // Some channels of a chain's tokens.
-void DecodeLayers::convolve(const DeltaNet& net, int64_t task, ConvolutionScratch& scratch) {
-  const NetSizes& size = sizes.net;
+void DecodeLayers::convolve(const DeltaNet& delta_net, int64_t task, ConvolutionScratch& scratch) {
+  const DeltaNetSizes& size = sizes.delta_net;
   const ConvolutionInputs<float> in = {
-      inputs.data(), size.rows(),     net.convolution, nullptr, size.channels,
+      inputs.data(), size.rows(),     delta_net.convolution, nullptr, size.channels,
       size.width,    size.inputs_row, convolved.data()};
   for (int64_t i = chains[task / size.parts()]; i < chains[task / size.parts() + 1]; ++i)
-    run_convolution(in, tokens.states[i], task % size.parts() * CHANNELS_PER_TASK, net.inputs, scratch);
+    run_convolution(in, tokens.states[i], task % size.parts() * CHANNELS_PER_TASK, delta_net.inputs, scratch);
 }
 
 // A value head of a chain's tokens: the delta rule, the norm and the output gate.
-void DecodeLayers::apply_delta_rule(const DeltaNet& net, int64_t task, DeltaScratch& scratch) {
-  const NetSizes& size = sizes.net;
+void DecodeLayers::apply_delta_rule(const DeltaNet& delta_net, int64_t task, DeltaScratch& scratch) {
+  const DeltaNetSizes& size = sizes.delta_net;
   const int64_t head = task % size.heads, dim = size.value_dim;
   const float *q = convolved.data(), *k = q + size.keys(), *v = k + size.keys();
   const DeltaInputs<float> in = {
       q, k, v, size.channels, size.key_dim, size.channels, size.key_dim, size.channels, dim, log_decay.data(),
       beta.data(), size.heads, size.key_heads, size.tiled, size.key_dim, dim, nullptr, size.unit_eps,
-      size.matrices_row, net_out_input.floats.data()};
+      size.matrices_row, delta_net_out_input.floats.data()};
   for (int64_t i = chains[task / size.heads]; i < chains[task / size.heads + 1]; ++i) {
     const float* z = inputs.data() + i * size.rows() + size.channels;
     const float* gates = z + size.values();
-    const float rate = gates[size.heads + head] + net.rate_bias[head];
+    const float rate = gates[size.heads + head] + delta_net.rate_bias[head];
     beta[i * size.heads + head] = 1.0f / (1.0f + std::exp(-gates[head]));
-    log_decay[i * size.heads + head] =
-        -std::exp(net.log_rate[head]) * (std::max(rate, 0.0f) + std::log1p(std::exp(-std::abs(rate))));  // softplus
-    if (net.matrices != nullptr)
-      run_delta_rule(in, tokens.states[i], head, net.matrices, scratch);
+    const float softplus = std::max(rate, 0.0f) + std::log1p(std::exp(-std::abs(rate)));
+    log_decay[i * size.heads + head] = -std::exp(delta_net.log_rate[head]) * softplus;
+    if (delta_net.matrices != nullptr)
+      run_delta_rule(in, tokens.states[i], head, delta_net.matrices, scratch);
     else
-      run_delta_rule(in, tokens.states[i], head, net.narrow_matrices, scratch);
-    float* out = net_out_input.row(i) + head * dim;
-    SHADOWKV_BEST(norm_row)(out, net.norm, sizes.eps, dim, out);
+      run_delta_rule(in, tokens.states[i], head, delta_net.narrow_matrices, scratch);
+    float* out = delta_net_out_input.row(i) + head * dim;
+    SHADOWKV_BEST(norm_row)(out, delta_net.norm, sizes.eps, dim, out);
     SHADOWKV_BEST(activate_row)(z + head * dim, out, dim, out);
   }
 }

@@ -45,13 +45,13 @@ struct DeltaNet {
 
 struct Layer {
   const float *attention_norm, *post_attention_norm, *mlp_norm, *post_mlp_norm;
-  std::optional<Attention> attention;  // either this or the net
-  std::optional<DeltaNet> net;
+  std::optional<Attention> attention;  // either this or delta_net
+  std::optional<DeltaNet> delta_net;
   Projection inputs, out, gate_up, down;
 };
 
 // Of linear attention.
-struct NetSizes {
+struct DeltaNetSizes {
   int64_t heads, key_heads, key_dim, value_dim, channels, width;
   int64_t inputs_row, matrices_row;  // strides of states
   bool tiled;                        // as in DeltaInputs
@@ -68,7 +68,7 @@ struct LayerSizes {
   bool gated;               // whether each query head's rows are followed by those of its gate
   int64_t page, head, row;  // strides of pages
   float eps;
-  NetSizes net;  // zeros without linear attention
+  DeltaNetSizes delta_net;  // zeros without linear attention
 
   int64_t queries() const { return heads * group * dim; }
   int64_t gates() const { return gated ? queries() : 0; }
@@ -96,13 +96,13 @@ struct LayerBuffers {
   float* gate;      // [batch, heads * group * dim], before the sigmoid; empty if there are no gates
 };
 
-// Layers that follow one another, of which the first may begin behind its attention, and the last end with it.
+// Layers that follow one another, of which the first may begin after its attention, and the last end with it.
 class DecodeLayers {
  public:
   // Arguments are to outlive it.
   DecodeLayers(
       const LayerSizes& sizes, const std::vector<Layer>& layers, const Rope& rope, const NewTokens& tokens,
-      const PagedPlan& plan, const LayerBuffers& buffers, bool behind_attention, bool to_attention, int64_t threads);
+      const PagedPlan& plan, const LayerBuffers& buffers, bool after_attention, bool to_attention, int64_t threads);
 
   // To be called by any number of threads, best by `threads`; returns when all is done.
   void run();
@@ -140,9 +140,9 @@ class DecodeLayers {
   void add_delta(const float* bias, const float* norm, int64_t token);
   void place_heads(const float* bias, const Attention& layer, int64_t token);
   void attend(const Attention& layer, int64_t task, PagedScratch& scratch);
-  void convolve(const DeltaNet& net, int64_t task, ConvolutionScratch& scratch);
-  void apply_delta_rule(const DeltaNet& net, int64_t task, DeltaScratch& scratch);
-  Input& out_input_of(const Layer& layer) { return layer.net ? net_out_input : out_input; }
+  void convolve(const DeltaNet& delta_net, int64_t task, ConvolutionScratch& scratch);
+  void apply_delta_rule(const DeltaNet& delta_net, int64_t task, DeltaScratch& scratch);
+  Input& out_input_of(const Layer& layer) { return layer.delta_net ? delta_net_out_input : out_input; }
   void multiply(
       const Projection& by, Input& x, int64_t task, MatmulScratch& scratch, std::vector<float>& out) const;
 
@@ -157,7 +157,7 @@ class DecodeLayers {
   std::vector<Progress> progress;
   std::vector<std::atomic<int64_t>> left;  // tasks of each sequence and head in the attention that is under way
   PagedPartials partials;
-  Input hidden_input, out_input, net_out_input, down_input;
+  Input hidden_input, out_input, delta_net_out_input, down_input;
   std::vector<float> inputs, delta, gate_up;  // products; delta is what is to be added to the residual stream
   std::vector<int64_t> chains;                // of states
   std::vector<float> convolved;               // [batch, channels]

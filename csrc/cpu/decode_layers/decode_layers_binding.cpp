@@ -39,7 +39,7 @@ struct Lists {
   const c10::List<bool>& attentions;
   const c10::List<std::optional<Tensor>>& head_norms;
   at::TensorList k_pages, v_pages, recurrences, convolution_states, matrix_states;
-  size_t vector = 0, matrix = 0, projection = 0, attention = 0, net = 0;
+  size_t vector = 0, matrix = 0, projection = 0, attention = 0, delta_net = 0;
 
   // Rows of a projection: sizes that the lists alone say, and that all layers are checked against.
   int64_t rows_of(int64_t number) const {
@@ -92,10 +92,10 @@ struct Lists {
         const_cast<float*>(k.const_data_ptr<float>()), const_cast<float*>(v.const_data_ptr<float>())};
   }
 
-  shadowkv::DeltaNet next_net(const shadowkv::NetSizes& sizes) {
-    const at::TensorList weights = recurrences.slice(RECURRENCES * net, RECURRENCES);
-    const Tensor &inputs = convolution_states[net], &matrices = matrix_states[net];
-    ++net;
+  shadowkv::DeltaNet next_delta_net(const shadowkv::DeltaNetSizes& sizes) {
+    const at::TensorList weights = recurrences.slice(RECURRENCES * delta_net, RECURRENCES);
+    const Tensor &inputs = convolution_states[delta_net], &matrices = matrix_states[delta_net];
+    ++delta_net;
     check(weights[0], "convolution", 2, at::kFloat);
     TORCH_CHECK(
         weights[0].size(0) == sizes.channels && weights[0].size(1) == sizes.width && weights[0].is_contiguous(),
@@ -119,8 +119,8 @@ struct Lists {
 
   shadowkv::Layer next_layer(const shadowkv::LayerSizes& sizes, bool attends) {
     shadowkv::Layer layer = {};
-    const int64_t input_rows = attends ? sizes.qkv() : sizes.net.rows();
-    const int64_t mixed = attends ? sizes.queries() : sizes.net.values();
+    const int64_t input_rows = attends ? sizes.qkv() : sizes.delta_net.rows();
+    const int64_t mixed = attends ? sizes.queries() : sizes.delta_net.values();
     layer.attention_norm = next_vector("attention_norm", sizes.hidden);
     const float* inputs_bias = next_vector("the bias of inputs", input_rows);
     TORCH_CHECK(attends || inputs_bias == nullptr, "inputs of linear attention have a bias");
@@ -138,7 +138,7 @@ struct Lists {
     if (attends)
       layer.attention = next_attention(sizes);
     else
-      layer.net = next_net(sizes.net);
+      layer.delta_net = next_delta_net(sizes.delta_net);
     return layer;
   }
 };
@@ -164,7 +164,8 @@ const int64_t* numbers_of(const Tensor& x, const char* name, int64_t size, int64
 // Whether the lists have what each layer needs. Returns the first layer with attention.
 int64_t check_counts(const Lists& lists) {
   const auto is_size = [](const auto& list, int64_t size) { return static_cast<int64_t>(list.size()) == size; };
-  const int64_t count = lists.attentions.size(), attending = lists.k_pages.size(), nets = lists.matrix_states.size();
+  const int64_t count = lists.attentions.size(), attending = lists.k_pages.size();
+  const int64_t delta_nets = lists.matrix_states.size();
   TORCH_CHECK(
       is_size(lists.vectors, VECTORS * count) && is_size(lists.row_blocks, PROJECTIONS * count) &&
           lists.forms.size() == lists.matrices.size(),
@@ -174,17 +175,17 @@ int64_t check_counts(const Lists& lists) {
   for (int64_t i = 0; i < count; ++i)
     if (lists.attentions.get(i) && found++ == 0) first = i;
   TORCH_CHECK(
-      found > 0 && found == attending && nets == count - found && is_size(lists.v_pages, found) &&
-          is_size(lists.head_norms, HEAD_NORMS * found) && is_size(lists.convolution_states, nets) &&
-          is_size(lists.recurrences, RECURRENCES * nets),
+      found > 0 && found == attending && delta_nets == count - found && is_size(lists.v_pages, found) &&
+          is_size(lists.head_norms, HEAD_NORMS * found) && is_size(lists.convolution_states, delta_nets) &&
+          is_size(lists.recurrences, RECURRENCES * delta_nets),
       found, " of ", count, " layers have attention, and there are ", attending, " and ", lists.v_pages.size(),
-      " pages, ", lists.head_norms.size(), " norms of heads, ", lists.convolution_states.size(), " and ", nets,
+      " pages, ", lists.head_norms.size(), " norms of heads, ", lists.convolution_states.size(), " and ", delta_nets,
       " states and ", lists.recurrences.size(), " weights of linear attention");
   return first;
 }
 
 // Sizes of linear attention, which the first layer says.
-shadowkv::NetSizes net_sizes(const Lists& lists, bool tiled, double unit_eps) {
+shadowkv::DeltaNetSizes delta_net_sizes(const Lists& lists, bool tiled, double unit_eps) {
   if (lists.matrix_states.empty()) return {};
   const Tensor &weight = lists.recurrences[0], &inputs = lists.convolution_states[0], &matrices = lists.matrix_states[0];
   TORCH_CHECK(
@@ -242,9 +243,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_layers(
       vectors, matrices, forms, row_blocks, attentions, head_norms, k_pages, v_pages, recurrences, convolution_states,
       matrix_states};
   const int64_t count = attentions.size(), first_attending = check_counts(lists);
-  TORCH_CHECK(!attended.has_value() || attentions.get(0), "the first layer has no attention to begin behind");
+  TORCH_CHECK(!attended.has_value() || attentions.get(0), "the first layer has no attention to begin after");
   TORCH_CHECK(!to_attention || attentions.get(count - 1), "the last layer has no attention to end with");
-  TORCH_CHECK(!attended.has_value() || !to_attention || count > 1, "one layer cannot begin behind its attention and end with it");
+  TORCH_CHECK(
+      !attended.has_value() || !to_attention || count > 1,
+      "one layer cannot begin after its attention and end with it");
   check(x, "x", 2, at::kFloat);
   check(cos, "cos", 2, at::kFloat);
   check(sin, "sin", 2, at::kFloat);
@@ -274,7 +277,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> decode_layers(
       "projections have ", qkv_rows, " and ", gate_up_rows, " rows, pages have ", heads, " heads of ", dim);
   const shadowkv::LayerSizes sizes = {
       batch, hidden, gate_up_rows / 2, heads, query_heads / heads, dim, gated, k.stride(0), k.stride(1), k.stride(2),
-      static_cast<float>(eps), net_sizes(lists, tiled, unit_eps)};
+      static_cast<float>(eps), delta_net_sizes(lists, tiled, unit_eps)};
   std::vector<shadowkv::Layer> layers;
   for (int64_t i = 0; i < count; ++i) layers.push_back(lists.next_layer(sizes, attentions.get(i)));
 

@@ -19,14 +19,14 @@ def supports(case: Case) -> list[str]:
 
 
 def decode_layers(
-    x: Tensor, behind: tuple[Tensor, Tensor] | None, layers: Layers, tokens: NewTokens, to_attention: bool
+    x: Tensor, attention_result: tuple[Tensor, Tensor] | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Same as the reference, in float32. If the call computes no attention, the returned queries, log-sum-exps and
     gates are arbitrary."""
     rotary, states = layers.rotary, tokens.states
     rows = (None, None) if states is None else (states.read, states.write)
     result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = torch.ops.shadowkv.decode_layers(
-        x, *(behind or (None, None)), layers.vectors, layers.matrices, layers.forms, layers.row_blocks,
+        x, *(attention_result or (None, None)), layers.vectors, layers.matrices, layers.forms, layers.row_blocks,
         layers.attentions, layers.head_norms, layers.k_pages, layers.v_pages, layers.recurrences,
         layers.convolution_states, layers.matrix_states, rotary.cos, rotary.sin, rotary.config.interleaved, layers.eps,
         EPS, layers.gated, layers.tiled, tokens.positions, tokens.pages, tokens.counts, tokens.write_page,

@@ -129,9 +129,9 @@ class Layers:
         attentions = [x.mixer for x in self.layers if isinstance(x.mixer, Attention)]
         self.head_norms = [norm for x in attentions for norm in (x.query_norm, x.key_norm)]
         self.k_pages, self.v_pages = [x.k_pages for x in attentions], [x.v_pages for x in attentions]
-        nets = [x.mixer for x in self.layers if isinstance(x.mixer, DeltaNet)]
-        self.recurrences = [part for x in nets for part in (x.convolution, x.log_rate, x.rate_bias, x.norm)]
-        self.convolution_states, self.matrix_states = [x.inputs for x in nets], [x.matrices for x in nets]
+        delta_nets = [x.mixer for x in self.layers if isinstance(x.mixer, DeltaNet)]
+        self.recurrences = [part for x in delta_nets for part in (x.convolution, x.log_rate, x.rate_bias, x.norm)]
+        self.convolution_states, self.matrix_states = [x.inputs for x in delta_nets], [x.matrices for x in delta_nets]
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)

@@ -20,15 +20,15 @@ SYNCHRONISES = True
 
 
 def decode_layers(
-    x: Tensor, behind: tuple[Tensor, Tensor] | None, layers: Layers, tokens: NewTokens, to_attention: bool
+    x: Tensor, attention_result: tuple[Tensor, Tensor] | None, layers: Layers, tokens: NewTokens, to_attention: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes a decode step through consecutive layers with attention to exact pages. The new tokens' keys and values
     are written to these pages, and their states to the rows of states.
 
     Args:
         x: [B, D], the residual stream of at least one sequence. It is not changed.
-        behind: the result of the first layer's attention [B, H_q, d], and its gate as this function returns it. The
-            computation then starts after this attention. With None, it starts before the first layer.
+        attention_result: the result of the first layer's attention [B, H_q, d], and its gate as this function returns
+            it. The computation then starts after this attention. With None, it starts before the first layer.
         layers: the layers, and their tensors.
         tokens: the new tokens, and the exact pages that they attend to.
         to_attention: whether to stop after the last layer's attention, instead of after the last layer.
@@ -44,10 +44,10 @@ def decode_layers(
         if isinstance(layer.mixer, DeltaNet):
             mixed = _recur(_inputs(x, layer, layers), layer.mixer, layers, tokens)
         else:
-            if number or behind is None:
+            if number or attention_result is None:
                 q, attended, lse, gate = _attend(_inputs(x, layer, layers), layer.mixer, layers, tokens)
             else:
-                attended, gate = behind
+                attended, gate = attention_result
             if to_attention and number + 1 == len(layers.layers):
                 break
             mixed = attended * gate.sigmoid() if layers.gated else attended
