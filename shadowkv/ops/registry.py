@@ -220,6 +220,7 @@ class Ops(References):
     Attributes:
         called: the entries of ``CALLS`` that a case calls. Without a case, all entries.
         backends: the backend's name for each entry of ``CALLS``.
+        overridden: entries of ``CALLS`` whose backend an override names.
         outside: entries of ``called`` whose backend was registered from outside the package.
         reasons: for each entry of ``CALLS``, the faster backends that are not used, and why: ``name: reason``.
         unbuilt: entries of ``called`` that would have a faster backend if a library were built, or built again. Each
@@ -254,6 +255,7 @@ class Ops(References):
         if case is not None:
             self.called = case.ops.union(*(other.ops for other in others))
         self.backends: dict[str, str] = {}
+        self.overridden: list[str] = []
         self.outside: list[str] = []
         self.reasons: dict[str, list[str]] = {}
         self.unbuilt: dict[str, str] = {}
@@ -266,6 +268,8 @@ class Ops(References):
             calling = [one for one in cases if name in one.ops]
             choice = choose(name, device, calling, override, attention_backend)
             self.backends[name], self.reasons[name] = choice.backend, choice.reasons
+            if override is not None:
+                self.overridden.append(name)
             if name in self.called and choice.outside:
                 self.outside.append(name)
             if name in self.called and choice.unbuilt is not None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from noted_calls import noted_calls
 from test_engine import prompt
 from torch import Tensor
 
 from shadowkv.engine.config import EngineConfig
+from shadowkv.engine.execution.fused_layers import REPLACED
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_engine_parts
 from shadowkv.eval.running.caches import prefill
@@ -103,3 +105,36 @@ def test_greedy_answers_of_a_hybrid(tmp_path: Path) -> None:
 def test_what_cannot_take_it_goes_from_op_to_op(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     build(family, tmp_path, {"max_position_embeddings": 1024, "hidden_size": 64})
     assert runner_of(tmp_path, {}, **options)._fused is None
+
+
+@pytest.mark.parametrize(
+    ("backends", "fuses"),
+    [
+        ({"decode_layers": "reference"}, False),
+        ({"gated_delta_rule": "reference"}, False),
+        ({"causal_convolution": "reference"}, False),
+        ({"paged_attention": "reference"}, False),
+        ({"rms_norm": "reference"}, False),
+        ({"gated_delta_rule": "cpu", "paged_attention": "cpu"}, True),
+        ({"sample_tokens": "reference"}, True),
+    ],
+    ids=str,
+)
+def test_a_backend_that_is_asked_for_is_not_bypassed(tmp_path: Path, backends: dict[str, str], fuses: bool) -> None:
+    build("qwen3_5", tmp_path, {"max_position_embeddings": 1024})
+    assert (runner_of(tmp_path, backends, kv="full", dtype="float32")._fused is not None) == fuses
+
+
+@pytest.mark.parametrize("kv", ["full", "turboquant-4"])
+def test_every_op_that_is_bypassed_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    """These are the ops that steps call only without fusion."""
+    build("qwen3_5", tmp_path, {"max_position_embeddings": 1024})
+    called = []
+    for backends in ({}, {"decode_layers": "reference"}):
+        runner = runner_of(tmp_path, backends, kv=kv, dtype="float32")
+        sequence = runner.cache.allocate(300, 1024)
+        prefill(runner.model, runner.cache, [(sequence, [1] * 300)])
+        called.append(noted_calls(runner.cache.ops, monkeypatch))
+        runner.decode([sequence], [5])
+    fused, general = called
+    assert "decode_layers" in fused and general - fused <= {*REPLACED} and "gated_delta_rule" in general

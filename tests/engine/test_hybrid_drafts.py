@@ -24,9 +24,11 @@ from shadowkv import LLM, SamplingParams
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.results import RequestOutput
+from shadowkv.kvcache.decode.decode_attention import Decode
 from shadowkv.kvcache.recurrent import states
 from shadowkv.kvcache.recurrent.layout import RING
 from shadowkv.layers.gated_delta_net import GatedDeltaNet
+from shadowkv.ops.extension import cpu_missing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families import build
@@ -189,13 +191,29 @@ def test_steps_in_graphs_and_ahead_are_those_without_drafts(hybrid: Make, monkey
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_step_without_memory_can_be_computed_again(
-    hybrid: Make, monkeypatch: pytest.MonkeyPatch, after: bool
-) -> None:
+def test_a_step_without_memory_can_be_computed_again(hybrid: Make, after: bool) -> None:
     """It fails in the last layer with a recurrent state, which has not written its states yet, or has."""
-    engine, text = hybrid(backends={"decode_layers": "reference"}, speculative_config=SUFFIX), prompt(1, 200)
-    cache, runner = engine.cache, engine.runner
-    last = [one for layer in runner.layers if (one := layer.linear_attention) is not None][-1]
+    engine = hybrid(backends={"decode_layers": "reference"}, speculative_config=SUFFIX)
+    last = [one for layer in engine.runner.layers if (one := layer.linear_attention) is not None][-1]
+    assert_computed_again(
+        engine, lambda patch: failing(patch, GatedDeltaNet, "_round", lambda self, *_: self is last, after)
+    )
+
+
+@pytest.mark.skipif(bool(cpu_missing()), reason="the C++ extension is not built")
+@pytest.mark.parametrize("after", [False, True])
+def test_a_fused_step_without_memory_can_be_computed_again(hybrid: Make, after: bool) -> None:
+    """It fails beside the second layer with attention. A layer before that has written its recurrent states."""
+    engine = hybrid("qwen3_5-more-full", kv="quest:budget=700", speculative_config=SUFFIX)
+    assert engine.runner._fused is not None
+    assert_computed_again(
+        engine, lambda patch: failing(patch, Decode, "_attend_compressed", lambda self, layer, *_: layer == 1, after)
+    )
+
+
+def assert_computed_again(engine: Engine, fail: Callable[[pytest.MonkeyPatch], object]) -> None:
+    """Compares logits of steps with drafts with those of steps that ``fail`` interrupts first."""
+    cache, runner, text = engine.cache, engine.runner, prompt(1, 200)
     steps = [([5, 6], [[7, 8, 9], [10]], [2, 1]), ([11, 12], [[13], [14, 15]], [2, 1]), ([16, 17], [], [1, 1])]
     found = list[list[torch.Tensor]]()
     for disturbed in (False, True):
@@ -206,7 +224,7 @@ def test_a_step_without_memory_can_be_computed_again(
             lengths = [sequence.length for sequence in sequences]
             if disturbed:
                 with pytest.MonkeyPatch.context() as patch:
-                    failing(patch, GatedDeltaNet, "_round", lambda self, *_: self is last, after)
+                    fail(patch)
                     with pytest.raises(torch.OutOfMemoryError):
                         runner.decode(sequences, newest, None, None, (), drafts)
             assert [sequence.length for sequence in sequences] == lengths

@@ -29,6 +29,12 @@ from shadowkv.models.decoder import Decoder
 from shadowkv.ops.decode_layers import layers as op
 from shadowkv.ops.quantized.blocks import BlockForm
 
+REPLACED = (
+    *("rms_norm", "add_rms_norm", "gated_activation", "quantized_matmul", "apply_rope", "append_tokens"),
+    *("paged_attention", "causal_convolution", "gated_delta_rule"),
+)
+"""Ops that layers call without fusion. The op ``decode_layers`` has kernels of its own instead of them."""
+
 
 class FusedLayers:
     """A model's layers as arguments of the op ``decode_layers``.
@@ -49,7 +55,7 @@ class FusedLayers:
         config, modules = model.config, cast("list[DecoderLayer]", list(model.layers))
         pages, states = zip(exact.k, exact.v, strict=True), _by_layer(exact.states)
         mixers = [
-            _net(layer.linear_attention, next(states))
+            _delta_net(layer.linear_attention, next(states))
             if isinstance(layer.linear_attention, GatedDeltaNet)
             else _attention(layer.attention, *next(pages))
             for layer in modules
@@ -63,15 +69,16 @@ class FusedLayers:
 
     @staticmethod
     def fit(model: Decoder, cache: KVCache) -> bool:
-        """Whether the op supports this model and this cache, and runs in its C++ kernel."""
+        """Whether the op supports this model and this cache, and runs in its C++ kernel. It must bypass no backend that
+        an override names, and none from outside the package."""
         ops = cache.ops
-        kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] != "reference"
+        kernel = "decode_layers" in ops.called and ops.backends["decode_layers"] == "cpu"
+        bypassed = [name for name in REPLACED if name in ops.overridden and ops.backends[name] != "cpu"]
         alone = model.group.size == 1 and not model.config.quantization and model.config.experts is None
         matrices = [module for module in model.modules() if isinstance(module, QuantizedMatrix)]
         row_blocks = [block for matrix in matrices for block in matrix.row_blocks]
         known = all(block.form is None or isinstance(block.form, BlockForm) for block in row_blocks)
-        # The op calls its own kernels. It would bypass backends that plugins have registered for other ops.
-        kernel = kernel and not ops.outside
+        kernel = kernel and not (bypassed or ops.outside)
         return kernel and alone and known and _supported(model.config) and cache.exact_layers() is not None
 
     def __call__(self, x: Tensor, step: Batch) -> Tensor:
@@ -89,8 +96,8 @@ class FusedLayers:
         x, q, out, lse, gate = decode(x, None, self._first, tokens, True)
         for number, layers in enumerate(self._between):
             x, q, out, lse, gate = decode(x, (attend(number, q, out, lse, batch), gate), layers, tokens, True)
-        behind = attend(len(self._between), q, out, lse, batch), gate
-        result = decode(x, behind, self._last, tokens, False)[0]
+        attention_result = attend(len(self._between), q, out, lse, batch), gate
+        result = decode(x, attention_result, self._last, tokens, False)[0]
         return result
 
 
@@ -110,17 +117,17 @@ def _attention(attention: Attention | None, k_pages: Tensor, v_pages: Tensor) ->
     return op.Attention(_weight(attention.query_norm), _weight(attention.key_norm), k_pages, v_pages)
 
 
-def _net(net: GatedDeltaNet, states: Mapping[str, Tensor]) -> op.DeltaNet:
-    weights = net.convolution.squeeze(1), net.log_rate, net.rate_bias, net.norm.weight
+def _delta_net(delta_net: GatedDeltaNet, states: Mapping[str, Tensor]) -> op.DeltaNet:
+    weights = delta_net.convolution.squeeze(1), delta_net.log_rate, delta_net.rate_bias, delta_net.norm.weight
     return op.DeltaNet(*weights, states[CONVOLUTION], states[RECURRENT])
 
 
 def _layer(layer: DecoderLayer, mixer: op.Attention | op.DeltaNet) -> op.Layer:
-    net, attention, mlp = layer.linear_attention, layer.attention, layer.mlp
+    linear_attention, attention, mlp = layer.linear_attention, layer.attention, layer.mlp
     assert isinstance(mlp, MLP) and layer.mlp_norm is not None, "layers without an MLP do not fit"
-    if isinstance(net, GatedDeltaNet):
-        inputs = op.Projection(_projection(net.qkvz).row_blocks + _projection(net.beta_decay).row_blocks)
-        out = net.out
+    if isinstance(linear_attention, GatedDeltaNet):
+        row_blocks = [_projection(one).row_blocks for one in (linear_attention.qkvz, linear_attention.beta_decay)]
+        inputs, out = op.Projection(row_blocks[0] + row_blocks[1]), linear_attention.out
     else:
         assert attention is not None, "Mamba-2 does not fit"
         inputs, out = _projection(attention.qkv), attention.out
