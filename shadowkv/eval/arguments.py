@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shadowkv.command_line import Parser
 from shadowkv.engine.config import EngineConfig, add_policies, or_help
-from shadowkv.eval.prompts.texts import NAMED, haystack, read_own_text
+from shadowkv.eval.prompts.texts import haystack, read_own_texts
 from shadowkv.eval.records.policies import Variation
 from shadowkv.eval.suites import niah
 from shadowkv.kvcache.policy.spec import KVSpec
@@ -158,7 +158,11 @@ def _add_out(what: argparse._ArgumentGroup) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises a ValueError that lists all invalid values."""
+    """Raises a ValueError that lists all invalid values.
+
+    Files of text are read here, and only here, because they may be pipes (``--text <(command)``). ``own_texts`` becomes
+    the texts of ``--text``, and ``haystack`` that of ``--data``.
+    """
     bad = [f"--length {length} must be at least 1" for length in getattr(args, "length", ()) if length < 1]
     bad += [
         f"--{name.replace('_', '-')} {value} must be at least 1"
@@ -180,11 +184,10 @@ def check(args: argparse.Namespace) -> None:
         except ValueError as error:
             bad.append(f"--kv {kv}: {error}")
     try:
-        for source in getattr(args, "text", None) or ():
-            if str(source) not in NAMED:
-                read_own_text(source)
+        if args.suite == "fidelity":
+            args.own_texts = read_own_texts(args.text or ())
         if args.suite == "niah":
-            haystack(args.data)
+            args.haystack = haystack(args.data)
     except ValueError as error:
         bad.append(str(error))
     if bad:

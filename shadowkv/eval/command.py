@@ -18,7 +18,7 @@ from shadowkv.engine.startup.loading import load_from_config
 from shadowkv.eval.fidelity import command as fidelity
 from shadowkv.eval.fidelity.follow import with_exact_tails
 from shadowkv.eval.fidelity.prompts import sha256_by_kind
-from shadowkv.eval.prompts.texts import haystack, source_versions
+from shadowkv.eval.prompts.texts import source_versions
 from shadowkv.eval.provenance import command_line, write_config
 from shadowkv.eval.records.policies import Policy, local_policies, served_policy
 from shadowkv.eval.records.predictions import Prediction, PredictionFile, Sample
@@ -55,7 +55,7 @@ def _evaluate(args: argparse.Namespace, command: list[str]) -> None:
     same = (*SAME, "seed", "data", "chat", "needles", "turns")
     settings = _settings(args, model, same)
     if args.suite == "niah":
-        settings["haystack"] = haystack(args.data).name
+        settings["haystack"] = args.haystack.name
     if args.suite == "open-ended":
         settings["source_versions"] = source_versions()
     write_config(args.out, settings, policies, command)

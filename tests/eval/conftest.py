@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,3 +23,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def loaded(tiny: Path) -> LoadedModel:
     return load_from_config(EngineConfig(model=str(tiny), load_format="dummy", device="cpu"))
+
+
+@pytest.fixture
+def pipe() -> Iterator[Callable[[Path], str]]:
+    """Returns the name of a pipe from which the text of a file can be read once, as with ``<(cat FILE)``."""
+    with ExitStack() as stack:
+
+        def opened(file: Path) -> str:
+            reading, writing = os.pipe()
+            stack.callback(os.close, reading)
+            with open(writing, "wb") as end:
+                end.write(file.read_bytes())
+            return f"/dev/fd/{reading}"
+
+        yield opened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,12 @@ def test_a_server(tmp_path: Path) -> None:
     assert len(bodies) == 4
     rows = (out / "summary.csv").read_text().splitlines()
     assert rows[1] == "stub,theirs,600,,niah_multiturn,0.0,0.0,2,0,,,,,6.0,0.0,,"
+
+
+def test_a_haystack_from_a_pipe(niah: list[str], tmp_path: Path, pipe: Callable[[Path], str]) -> None:
+    data = pipe(tmp_path / "text.txt")
+    assert command.main([*niah, "--data", data]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["settings"]["haystack"] == data
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_files_and_going_on(
     assert [row["kv"] for row in rows(out / "fidelity.csv")] == ["full", "turbo", "quest"]
     assert command.main([*arguments, "--new-tokens", "5"]) == 2
     assert "new_tokens=4, not 5; use another folder" in capsys.readouterr().err
+
+
+def test_texts_from_pipes(arguments: list[str], tmp_path: Path, pipe: Callable[[Path], str]) -> None:
+    text = tmp_path / "text.txt"
+    assert command.main([*arguments, "--prompts", "6", "--text", pipe(text), str(text), pipe(text)]) == 0
+    names = [one["prompt"].split(":")[0] for one in json.loads((tmp_path / "out" / "fidelity.json").read_text())]
+    assert [names.count(name) for name in dict.fromkeys(names)] == [4, 4, 4], "two prompts of each text, two policies"
 
 
 def test_essays_and_code_are_summarised_separately(

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shadowkv.eval.fidelity.prompts import read_prompts
-from shadowkv.eval.prompts.texts import source_code
-from shadowkv.models.loader import LoadedModel
+from shadowkv.eval.prompts.texts import read_own_texts, source_code
 
 
 def named(code: str) -> list[str]:
@@ -18,12 +16,12 @@ def named(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("names", [("code",), ("essays",), ("a/x.txt", "b/x.txt")])
-def test_texts_of_one_name_are_refused(names: tuple[str, ...], loaded: LoadedModel, tmp_path: Path) -> None:
+def test_texts_of_one_name_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text " * 100)
     with pytest.raises(ValueError, match=f"another text has the name {Path(names[-1]).name!r}; rename the file"):
-        read_prompts([tmp_path / name for name in names], loaded.tokenizer, 1, 10)
+        read_own_texts([tmp_path / name for name in names])
 
 
 def test_source_code_depends_on_the_seed_alone() -> None:

@@ -27,7 +27,7 @@ def cut(args: argparse.Namespace, loaded: LoadedModel) -> list[Prompt]:
         raise ValueError(
             f"--prompt-tokens and --new-tokens make {need} tokens, but {loaded.name} takes at most {max_position}"
         )
-    return read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens)
+    return read_prompts(args.text, loaded.tokenizer, args.prompts, args.prompt_tokens, args.own_texts)
 
 
 def measure(

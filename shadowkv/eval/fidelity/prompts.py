@@ -14,7 +14,7 @@ from shadowkv.eval.prompts.texts import (
     NAMED,
     TEXTS_OF_LINES,
     essays,
-    read_own_text,
+    read_own_texts,
 )
 from shadowkv.models.tokenization.tokenizer import Tokenizer
 from shadowkv.wording import counted
@@ -32,25 +32,32 @@ class Prompt:
     tokens: list[int]
 
 
-def read_prompts(sources: Sequence[Path] | None, tokenizer: Tokenizer, count: int, tokens: int) -> list[Prompt]:
+def read_prompts(
+    sources: Sequence[Path] | None,
+    tokenizer: Tokenizer,
+    count: int,
+    tokens: int,
+    own: Mapping[Path, str] | None = None,
+) -> list[Prompt]:
     """Returns ``count`` prompts of ``tokens`` tokens each, for every kind of text in ``sources``.
 
     Args:
         sources: files, or kinds of ``NAMED``; None means ``ESSAYS``.
+        own: the texts of these files if they have been read before (``read_own_texts``).
 
     Raises ValueError if texts are missing or too short, or if a file cannot be read.
     """
+    sources = sources or [Path(ESSAYS)]
+    own = read_own_texts(sources) if own is None else own
     kinds: dict[str, dict[str, str]] = {}
-    for source in sources or [Path(ESSAYS)]:
+    for source in sources:
         kind = str(source)
         if kind == ESSAYS:
             kinds[kind] = {kind: " ".join(essays().sentences)}
         elif kind in TEXTS_OF_LINES:
             kinds[kind] = {kind: TEXTS_OF_LINES[kind](kind, CHARACTERS_PER_TOKEN * count * tokens)}
         else:
-            if source.name in (*NAMED, *kinds.get(FILES, {})):
-                raise ValueError(f"--text {source}: another text has the name {source.name!r}; rename the file")
-            kinds.setdefault(FILES, {})[source.name] = read_own_text(source)
+            kinds.setdefault(FILES, {})[source.name] = own[source]
     return [prompt for texts in kinds.values() for prompt in cut_prompts(texts, tokenizer, count, tokens)]
 
 

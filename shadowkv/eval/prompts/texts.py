@@ -12,7 +12,7 @@ import platform
 import random
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -188,6 +188,17 @@ NAMED = (ESSAYS, *TEXTS_OF_LINES)
 """Kinds of text that have a name. The user's own files have none."""
 
 
-def read_own_text(file: Path) -> str:
-    """The text of a user's file for prompts (``--text``). Raises ValueError as ``read_text_file`` does."""
-    return read_text_file("--text", file, f"text files, {', '.join(NAMED[:-1])} or {NAMED[-1]}")
+def read_own_texts(sources: Sequence[Path]) -> dict[Path, str]:
+    """The texts of the user's files for prompts (``--text``): of those ``sources`` that are not in ``NAMED``.
+
+    Raises ValueError as ``read_text_file`` does, and for a file whose name another text has.
+    """
+    wanted, read, names = f"text files, {', '.join(NAMED[:-1])} or {NAMED[-1]}", dict[Path, str](), set(NAMED)
+    for file in sources:
+        if str(file) in NAMED:
+            continue
+        if file.name in names:
+            raise ValueError(f"--text {file}: another text has the name {file.name!r}; rename the file")
+        names.add(file.name)
+        read[file] = read_text_file("--text", file, wanted)
+    return read

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shadowkv.eval.prompts.texts import haystack
 from shadowkv.eval.records.predictions import Sample
 from shadowkv.eval.suites import infinitebench, longbench, mrcr, niah, open_ended, ruler, stress
 from shadowkv.models.tokenization.tokenizer import Tokenizer
@@ -16,12 +15,11 @@ Suite = Callable[[argparse.Namespace, Tokenizer], list[Sample]]
 
 def niah_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """Returns the samples of the suite ``niah`` for every length and depth."""
-    hay = haystack(args.data)
     return [
         sample
         for length in args.length
         for sample in niah.samples(
-            hay,
+            args.haystack,
             lambda text: len(tokenizer.encode(text)),
             length,
             args.samples,
