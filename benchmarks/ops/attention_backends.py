@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.sweeps.rows import append
+from benchmarks.sweeps.rows import append, write
 from shadowkv.eval.provenance import provenance
 from shadowkv.ops.case import Case
 from shadowkv.ops.dense_attention import flash_attn, flashinfer
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     device, about, failed = "cuda" if torch.cuda.is_available() else "cpu", provenance(), False
-    args.out.unlink(missing_ok=True)
+    write(args.out, COLUMNS)
     for row in table(device, args.dims):
         append(args.out, COLUMNS, [row | {"gpu": about["gpu"], "commit": about["commit"]}])
         failed |= "error" in row

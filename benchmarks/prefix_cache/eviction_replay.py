@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.sweeps.rows import append
+from benchmarks.sweeps.rows import append, write
 from shadowkv.engine.request import Request
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.scheduler import Scheduler
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="CSV file")
     args = parser.parse_args(argv)
-    args.out.unlink(missing_ok=True)
+    write(args.out, COLUMNS)
     for turns, rate, share in itertools.product(args.turns, args.rates, args.host_shares):
         for seed, policy in itertools.product(range(args.seeds), POLICIES):
             trace = Trace(seed, args.requests, args.documents, turns, rate)

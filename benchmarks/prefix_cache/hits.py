@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.prefix_cache.reuse import forget_device, settle
 from benchmarks.sweeps.engines import about, add_model_arguments, model_of, step
-from benchmarks.sweeps.rows import ABOUT, append, show
+from benchmarks.sweeps.rows import ABOUT, show, write
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution.sampler import Sampler
@@ -172,8 +172,7 @@ def cut(args: argparse.Namespace, engine: Engine) -> Iterator[Case]:
 
 def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
     """Replaces a CSV file."""
-    path.unlink(missing_ok=True)
-    append(path, [*columns, *ABOUT], ({name: show(value) for name, value in row.items()} for row in rows))
+    write(path, [*columns, *ABOUT], ({name: show(value) for name, value in row.items()} for row in rows))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -3,7 +3,8 @@
 A prompt that is restored from a file could leave on the disk what no step has selected yet. What this could save
 depends on how much of it the first steps select. Results are rows of a CSV file, one for each prompt and number of
 steps: the share of values (of tokens and kv heads) and of latents (of tokens, for all kv heads together) that a step
-has selected so far, and the share of pages of 64 tokens that have any of these. With ``--kv turbo:budget=0.0104`` a
+has selected so far, and the share of pages of 64 tokens that have any of these. The policy selects single tokens
+(``chunk=1``). With ``--kv turbo:budget=0.0104`` a
 step selects the share that it selects of 61,440 tokens or more. Prompts that the file already has are not
 measured again. ``--summary`` prints means over prompts.
 
@@ -14,7 +15,6 @@ measured again. ``--summary`` prints means over prompts.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.selection.prompts import add_prompt_arguments, prompts_of
 from benchmarks.sweeps.engines import add_model_arguments, model_of
+from benchmarks.sweeps.rows import read, write
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.execution.runner import Runner
 from shadowkv.engine.startup.loading import load_from_config
@@ -86,12 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     add_prompt_arguments(parser, length=16384, prompts=1)
-    parser.add_argument("--kv", default="turbo", help="policy (default: %(default)s)")
+    parser.add_argument("--kv", default="turbo", help="policy that selects single tokens (default: %(default)s)")
     args = parser.parse_args(argv)
-    rows: list[dict[str, str]] = []
-    if args.out.exists():
-        with args.out.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+    try:
+        spec = preset(args.kv, dense_below=0)
+    except ValueError as error:
+        parser.error(f"--kv {args.kv}: {error}")
+    if not spec.selects or spec.chunk != 1:
+        found = f"selects chunks of {spec.chunk} tokens" if spec.selects else "selects no tokens"
+        parser.error(f"--kv {args.kv} {found}; use a policy with an index and chunk=1, such as turbo")
+    rows = read(args.out) if args.out.exists() else []
     if not args.summary:
         capacity = args.length + 2 * STEPS[-1]
         loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=capacity))
@@ -101,13 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 about |= {"text": kind, "prompt": prompt.name}
                 if any(about.items() <= row.items() for row in rows):
                     continue
-                for steps, shares in follow(loaded, preset(args.kv, dense_below=0), prompt.tokens, capacity).items():
+                for steps, shares in follow(loaded, spec, prompt.tokens, capacity).items():
                     figures = {name: f"{share:.4f}" for name, share in shares.items()}
                     rows.append({**about, "steps": str(steps), **figures, "commit": commit()})
-                with args.out.open("w", newline="", encoding="utf-8") as file:
-                    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(rows)
+                write(args.out, list(rows[0]), rows)
                 print(f"{prompt.name}: {rows[-1]}", flush=True)
     for kv, length in dict.fromkeys((row["kv"], row["length"]) for row in rows):
         for steps in map(str, STEPS):

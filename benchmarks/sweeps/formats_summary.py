@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.sweeps.plots import kl_by_bytes, score_by_speed
-from benchmarks.sweeps.rows import append, read
+from benchmarks.sweeps.rows import read, write
 
 COLUMNS = {
     "bytes_per_token": ("bytes", {}, "bytes_per_token"),
@@ -43,8 +43,7 @@ def summarise(out: Path, docs: Path) -> None:
     files = ("bytes", "distortion", "fidelity", "ruler", "throughput")
     rows: Rows = {name: read(path) if (path := out / f"{name}.csv").exists() else [] for name in files}
     joined = join(rows)
-    (out / "summary.csv").unlink(missing_ok=True)
-    append(out / "summary.csv", ["kv", *COLUMNS], joined)
+    write(out / "summary.csv", ["kv", *COLUMNS], joined)
     plots = [path for draw in (score_by_speed, kl_by_bytes) if (path := draw(joined, out)) is not None]
     text = docs.read_text(encoding="utf-8") if docs.exists() else f"{BEGIN}\n{END}\n"
     before, begin, rest = text.partition(BEGIN)

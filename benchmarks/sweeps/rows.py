@@ -93,11 +93,22 @@ class Rows:
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
     """Appends rows to a file. A new file begins with the names of the columns."""
+    if path.exists():
+        _add_rows(path, "a", columns, rows)
+    else:
+        write(path, columns, rows)
+
+
+def write(path: Path, columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
+    """Writes a file that has the names of the columns and these rows. An earlier file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
+    _add_rows(path, "w", columns, rows)
+
+
+def _add_rows(path: Path, mode: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    with path.open(mode, newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if is_new:
+        if mode == "w":
             writer.writeheader()
         writer.writerows(rows)
 

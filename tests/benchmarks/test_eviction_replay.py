@@ -23,9 +23,15 @@ def test_a_trace_is_chats_that_go_on_in_order_of_time() -> None:
 def test_the_graph_finds_no_less_of_questions_over_documents(tmp_path: Path) -> None:
     """Behind one system prompt, where an eighth of the documents has room in host memory: popular ones stay."""
     few = ["--seeds=1", "--requests=200", "--documents=60", "--turns=1", "--rates=1", "--host-shares=0.125"]
-    assert main([*few, "--out", str(tmp_path / "new" / "replay.csv")]) == 0
-    with (tmp_path / "new" / "replay.csv").open(newline="", encoding="utf-8") as file:
-        lru, graph = csv.DictReader(file)
+    file, link = tmp_path / "new" / "replay.csv", tmp_path / "link.csv"
+    assert main([*few, "--out", str(file)]) == 0
+    written = file.read_bytes()
+    link.symlink_to(file)
+    assert main([*few, "--out", str(link)]) == 0
+    assert link.is_symlink(), "such as /dev/stdout"
+    assert file.read_bytes() == written, "rows of an earlier run do not stay"
+    with file.open(newline="", encoding="utf-8") as lines:
+        lru, graph = csv.DictReader(lines)
     assert (lru["policy"], graph["policy"]) == ("lru", "graph")
     assert lru["hit_rate_device"] == graph["hit_rate_device"]
     assert float(graph["hit_rate_host"]) > float(lru["hit_rate_host"]) > 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.ops.selection.sketch_selection import selected_by
+from benchmarks.selection import touched as touched_tokens
 from benchmarks.selection.__main__ import Follower, main, rows_of, summarise
 from benchmarks.selection.rules import FORMER, RULES, TAKEN, ByRule, Rule, chances
 from benchmarks.selection.touched import STEPS, Touched, follow
@@ -80,11 +81,26 @@ def test_touched_tokens_are_those_that_steps_have_selected() -> None:
     assert touched.shares() == {"values": 5 / 256, "value_pages": 0.5, "latents": 5 / 128, "latent_pages": 1.0}
     with tiny_model() as path:
         loaded = load_from_config(EngineConfig(model=str(path), max_model_len=2048, load_format="dummy"))
-    shares = follow(loaded, preset("turbo", dense_below=0), torch.randint(5, 128, (1500,)).tolist(), 1700)
+    prompt = torch.randint(5, 128, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    shares = follow(loaded, preset("turbo", dense_below=0), prompt, 1700)
     assert [*shares] == [*STEPS]
     for name in ("values", "latents"):
         found = [shares[steps][name] for steps in STEPS]
         assert 0 < found[0] < found[-1] <= 1 and found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("kv", "wrong"),
+    [
+        ("turbo:chunk=8", "--kv turbo:chunk=8 selects chunks of 8 tokens; use a policy with an index and chunk=1"),
+        ("full:chunk=1", "--kv full:chunk=1 selects no tokens; use a policy with an index and chunk=1"),
+        ("turbo:chunk=3", "--kv turbo:chunk=3: KV policy 'turbo:chunk=3' cannot be read"),
+    ],
+)
+def test_touched_tokens_need_a_policy_that_selects_tokens(kv: str, wrong: str, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
+        touched_tokens.main(["--model", "none", "--out", str(tmp_path / "rows.csv"), "--kv", kv])
+    assert wrong in capsys.readouterr().err
 
 
 def test_files_of_earlier_versions_are_refused(tmp_path, capsys) -> None:
