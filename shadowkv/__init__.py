@@ -39,8 +39,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shadowkv' has no attribute {name!r}")
     from importlib import import_module
 
-    if name == "LLM":
-        from shadowkv.threads import wait_asleep
+    from shadowkv.threads import wait_asleep
 
-        wait_asleep()
+    wait_asleep()  # the module of any of these names may be the first to import PyTorch
     return getattr(import_module(_HOMES[name]), name)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 LLM = "from shadowkv import LLM"
+SORTED = "from shadowkv import CompletionOutput, LLM, SamplingParams"
 EVAL = "from shadowkv.eval.__main__ import main; main(['stress', '--model', 'no-such-model', '--out', 'none'])"
 
 
@@ -30,7 +31,7 @@ def spins(code: str, **environment: str) -> int:
     return sys.maxsize if found[1] == "INFINITE" else int(found[1])
 
 
-@pytest.mark.parametrize("code", [LLM, EVAL], ids=["LLM", "eval"])
+@pytest.mark.parametrize("code", [LLM, SORTED, EVAL], ids=["LLM", "other names first", "eval"])
 def test_threads_sleep(code: str) -> None:
     assert spins(code) == 0 < spins("import torch")
 
