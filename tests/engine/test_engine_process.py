@@ -23,7 +23,7 @@ from shadowkv.engine.outputs import TextOutput
 from shadowkv.engine.process import messages
 from shadowkv.engine.process.client import EngineClient
 from shadowkv.engine.process.launch import EngineProcess
-from shadowkv.engine.request import EngineBusy, EngineDead, RequestError
+from shadowkv.engine.request import EngineBusy, EngineDead, EngineStopped, RequestError
 from tests.local_engine import LocalEngine
 
 LONG = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
@@ -360,9 +360,31 @@ def test_an_engine_that_dies_tells_all_clients_why(engine: LocalEngine, monkeypa
                 await task
         for one in (engine, other):
             assert not one.is_alive
+            one.stopping = True  # as by a server that stops because its engine has died
             with pytest.raises(EngineDead, match="boom"):
                 await one.stats()
         other.disconnect()
+
+    run(work())
+
+
+@pytest.mark.parametrize("connected", [False, True])
+@pytest.mark.parametrize("stopped_first", [False, True])
+def test_what_ends_an_engine_first_is_the_reason(engine: LocalEngine, connected: bool, stopped_first: bool) -> None:
+    async def work() -> None:
+        client = engine.another()
+        if connected:
+            client.connect()
+        client.stopping = stopped_first
+        client.has_ended("the engine has died: its process has ended")
+        await until(lambda: not client.is_alive)
+        client.stopping = True
+        client.has_ended("a second reason")
+        await asyncio.sleep(0)
+        error = client.end()
+        assert isinstance(error, EngineStopped) == stopped_first
+        assert stopped_first or str(error) == "the engine has died: its process has ended"
+        client.disconnect()
 
     run(work())
 

@@ -123,7 +123,7 @@ class FakeEngine:
 
     async def stats(self, usage: bool = False) -> EngineStats:
         if not self.is_alive:
-            raise EngineDead("the engine has died: boom")
+            raise self.end()
         tiers = {"device": TierUse(10, 100), "host": TierUse(20, 200), "states": TierUse(3, 30)}
         prefixes = {
             "device": TierStats(10, 100, 640, 2),
@@ -145,6 +145,9 @@ class FakeEngine:
     def state(self) -> EngineState:
         return "ok" if self.is_alive else "dead"
 
+    def end(self) -> EngineDead:
+        return EngineDead("the engine has died: boom")
+
     def connect(self) -> None:
         pass
 
@@ -153,7 +156,7 @@ class FakeEngine:
 
     async def segments(self, most: int) -> tuple[list[PrefixSegment], int]:
         if not self.is_alive:
-            raise EngineDead("the engine has died: boom")
+            raise self.end()
         return [PrefixSegment("a1", 0, 640, True, True, ("device", "disk"))][:most], 1
 
     async def compile_grammar(self, rules: str, one_line: bool = False, tenant: str = "") -> None:
@@ -257,7 +260,7 @@ class FakeEngine:
                 finish = None if count < len(reply) else "stop" if reply == self.reply else "length"
                 if count == 3 and "DIE" in prompt:
                     self.is_alive = False
-                    raise EngineDead("the engine has died: boom")
+                    raise self.end()
                 if count == 3 and "HANG" in prompt:
                     await asyncio.Event().wait()
                 failed = count == 3 and "FAIL" in prompt

@@ -28,6 +28,7 @@ from shadowkv.engine.outputs import CheckedTokens
 from shadowkv.engine.process.client import Answers, ClientRequest
 from shadowkv.engine.process.main import _with_own_memory
 from shadowkv.engine.process.replicas import ReplicaClient, together
+from shadowkv.engine.request import EngineStopped
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.speculation.speculation import SpeculationStats
 from shadowkv.kvcache.decode.fetching import FetchCounts
@@ -188,6 +189,24 @@ def test_which_requests_of_an_engine_that_dies_are_moved(two_here: Any, monkeypa
     assert not sent[-1].hand_on(one, answers), "it has a token"
     one, answers = served(save=(1, "name"))
     assert not sent[-1].hand_on(one, answers), "what was asked with it is lost"
+
+
+def test_engines_that_are_stopped_are_not_called_dead_for_one_that_died_before(two_here: Any) -> None:
+    client, (first, second) = two_here
+    first.has_ended("engine 0 has died")
+    second.stopping = True
+    second.has_ended("engine 1 has died")
+    assert not client.is_alive and isinstance(client.end(), EngineStopped)
+
+
+def test_the_last_of_several_engines_to_die_is_a_death(two_here: Any) -> None:
+    client, local = two_here
+    for number, one in enumerate(local):
+        one.has_ended(f"engine {number} has died")
+    for one in local:
+        one.stopping = True  # the server stops because none is left
+    error = client.end()
+    assert not isinstance(error, EngineStopped) and str(error) == "engine 0 has died"
 
 
 def test_a_request_that_the_engine_has_ended_is_not_handed_on(two_here: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 from fake_engine import REPLY
 from replies import events
 
+from shadowkv.engine.request import EngineStopped
 from shadowkv.serve.bodies.api_error import ApiError
 from shadowkv.serve.bodies.body import validated
 from shadowkv.serve.bodies.limits import MAX_UNKNOWN
@@ -186,7 +187,14 @@ def test_dead_engine(post, call, engine):
     assert call("GET", "/health").status_code == 200
     engine.is_alive = False
     assert call("GET", "/health").status_code == 503
-    assert error_of(post("chat", stream=True), 503)["code"] == "engine_dead"
+    error = error_of(post("chat", stream=True), 503)
+    assert (error["code"], error["message"]) == ("engine_dead", "the engine has died: boom")
+
+
+def test_an_engine_that_was_stopped_is_not_called_dead(post, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.is_alive = False
+    monkeypatch.setattr(engine, "end", lambda: EngineStopped("the engine has been stopped"))
+    assert error_of(post("chat"), 503)["code"] == "server_stopping"
 
 
 def test_a_full_queue_is_a_status_however_late_a_busy_event_loop_comes_to_it(

@@ -309,12 +309,12 @@ class EngineClient:
             with suppress(RuntimeError):  # the loop was closed in the meantime
                 self._loop.call_soon_threadsafe(end)
                 return
-        self._ended, self._error = True, error
+        self._mark_ended(error)
 
     def _end_all(self, error: str | None) -> None:
         if self._ended:
             return
-        self._ended, self._error = True, error
+        self._mark_ended(error)
         self._heartbeat.stop()
         lost, self._answers = self._answers, {}
         for name, answers in lost.items():
@@ -324,9 +324,16 @@ class EngineClient:
             if not question.done():
                 question.set_exception(self.end())
 
+    def _mark_ended(self, error: str | None) -> None:
+        # The first reason counts: an engine that is being stopped ends because of that, and a server whose engine has
+        # died stops it afterwards.
+        if not self._ended:
+            self._ended, self._error = True, None if self.stopping else error
+
     def end(self) -> EngineDead:
-        """The error that says why the engine serves no more requests."""
-        if self.stopping or (self._ended and self._error is None):
+        """The error that says why the engine serves no more requests: EngineStopped if it was stopped before it
+        died."""
+        if self._error is None and (self._ended or self.stopping):
             return EngineStopped("the engine has been stopped")
         return EngineDead(self._error or "the engine has died")
 
@@ -403,7 +410,7 @@ class EngineClient:
                 disk under this name. The question is answered when the prompt is there.
 
         Raises EngineBusy if too many requests wait, RequestError if the empty cache is too small for a request,
-        EngineDead if the engine has stopped.
+        EngineStopped if the engine is stopped, EngineDead if it dies.
         """
         answers, loop = Answers(requests, self.tokenizer), asyncio.get_running_loop()
         timer = None if timeout is None else loop.call_later(max(0.0, timeout), answers.fail, asyncio.TimeoutError())
@@ -516,7 +523,7 @@ class EngineClient:
     async def restore(self, name: str) -> Saved:
         """Reads the prompt saved under ``name`` into host memory, for the next request that begins with it.
 
-        Raises SaveError if that fails, RequestError without a disk directory, EngineDead if the engine has stopped.
+        Raises SaveError if that fails, RequestError without a disk directory, EngineDead if the engine has ended.
         """
         self._check_directory()
         try:
@@ -530,7 +537,7 @@ class EngineClient:
 
         Returns the names of the snapshots. There are none without a disk directory, with the decode role, or if the
         prompt has no full page to hand over. Raises SaveError or asyncio.TimeoutError if writing fails, EngineDead if
-        the engine has stopped.
+        the engine has ended.
         """
         if self.role == "decode" or not self._keeps_files or not self._shareable(request):
             return ()

@@ -98,7 +98,7 @@ class EngineCore:
         self._receiver.start()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stops after the current step. Requests in flight get EngineDead. Waits up to ``timeout`` seconds for each
+        """Stops after the current step. Requests in flight get EngineStopped. Waits up to ``timeout`` seconds for each
         thread."""
         self._stopping.set()
         self._commands.put(None)

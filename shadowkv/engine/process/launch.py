@@ -122,7 +122,7 @@ class EngineProcess:
     def stop(self, seconds: float) -> None:
         """Ends the process after the current step, which has ``seconds`` to end. If the process is still running after
         ``seconds + GRACE_SECONDS``, it is killed. If the engines do not serve yet, or if one is stuck, it is killed at
-        once. Requests in flight get EngineDead. A second call does nothing."""
+        once. Requests in flight get EngineStopped. A second call does nothing."""
         heeds = bool(self._clients) and all(client.state != "stuck" for client in self._clients)
         self._stopping = True
         for client in self._clients:

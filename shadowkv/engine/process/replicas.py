@@ -19,7 +19,7 @@ from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.process.client import Answers, ClientRequest, EngineClient, Observe
 from shadowkv.engine.process.heartbeat import BEAT_SECONDS
 from shadowkv.engine.process.prefix_table import MAX_BLOCKS, PrefixTable, margin_of
-from shadowkv.engine.request import EngineDead, EngineState
+from shadowkv.engine.request import EngineDead, EngineState, EngineStopped
 from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.kvcache.policy.spec import PAGE
 from shadowkv.prefix_cache.page_hashes import origin, page_hashes
@@ -84,6 +84,10 @@ class ReplicaClient(EngineClient):
         states = {replica.state for replica in self._replicas}
         return "ok" if "ok" in states else "stuck" if "stuck" in states else "dead"
 
+    def end(self) -> EngineDead:
+        errors = [replica.end() for replica in self._replicas]
+        return next((error for error in errors if isinstance(error, EngineStopped)), errors[0])
+
     def connect(self) -> None:
         for replica in self._replicas:
             replica.connect()
@@ -113,7 +117,7 @@ class ReplicaClient(EngineClient):
         """Chooses an engine, a stuck one only if all are. Raises EngineDead if all are dead or are being stopped."""
         running = {str(number): replica for number, replica in enumerate(self._replicas) if replica.serves}
         if not running:
-            raise self._replicas[0].end()
+            raise self.end()
         running = {name: replica for name, replica in running.items() if replica.state == "ok"} or running
         return running[self._table.choose(prefix, {name: replica.in_flight for name, replica in running.items()})]
 
@@ -190,7 +194,7 @@ class ReplicaClient(EngineClient):
             if not isinstance(error, EngineDead) or len(errors) == len(answers):
                 raise error
         if not answers:
-            raise self._replicas[0].end()
+            raise self.end()
         return [one.result() for one in answers if one.exception() is None]
 
 

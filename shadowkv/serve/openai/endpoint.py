@@ -181,7 +181,7 @@ async def prepare(
     engine: EngineClient, endpoint: Endpoint, body: TextRequest, model: str, deadline: float | None = None
 ) -> Job:
     """Returns the request's job, which has not started yet. ``deadline`` is a time of ``time.monotonic``, in seconds.
-    Raises ApiError, and DeadlineExceeded if the request's schema is not compiled by ``deadline``."""
+    Raises ApiError, EngineDead, and DeadlineExceeded if the request's schema is not compiled by ``deadline``."""
     check_model(body.model, model)
     try:
         job = await _prepare(engine, endpoint, body, model, deadline)
@@ -196,7 +196,7 @@ async def _prepare(
 ) -> Job:
     request = endpoint.request(body)
     if not engine.is_alive:
-        raise ApiError("the engine is not running", status=503, code="engine_dead")
+        raise engine.end()
     sizes = endpoint.sizes(request)
     if len(sizes) * request.n > engine.max_queued_seqs:
         counts = (
