@@ -202,12 +202,15 @@ def test_ranks_give_the_logits_of_the_whole(name: str, size: int, expert_paralle
 @pytest.mark.parametrize("name", [*MORE_THAN_EXPERTS, "nemotron_h-experts"])
 def test_whole_experts_beside_other_layers(name: str, tmp_path: Path) -> None:
     oracle = build(name, tmp_path)
+    with InFloat64():
+        exact = torch.cat(oracle_logits(load_oracle(tmp_path, torch.float64), sequences()))
+    lowp = draws(lambda: torch.cat(oracle_logits(oracle, sequences())))
 
     def part(group: Group) -> list[torch.Tensor]:
         return packed_logits(load_model(tmp_path, group=group, expert_parallel=True).model, sequences())
 
     for found in on_ranks(2, part):
-        assert_same(found, oracle_logits(oracle, sequences()))
+        assert_close_like_lowp(torch.cat(found), exact, *lowp)
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

@@ -73,9 +73,15 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"shadowkv.engine.engine.{name}", 1e6)
 
 
-def engine_of(path: Path, drafts: dict[str, Any] | None = MTP, **options: Any) -> Engine:
+OP_BY_OP = {"decode_layers": "reference"}
+"""Backends with which a step of a hybrid calls the ops that are watched."""
+
+
+def engine_of(
+    path: Path, drafts: dict[str, Any] | None = MTP, backends: dict[str, str] | None = None, **options: Any
+) -> Engine:
     settings = {"kv": "full", "max_num_seqs": 8, "max_model_len": 512, "dtype": "float32", **options}
-    return Engine(EngineConfig(model=str(path), speculative_config=drafts, **settings))
+    return Engine(EngineConfig(model=str(path), speculative_config=drafts, **settings), backends=backends)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -280,7 +286,7 @@ def test_pages_are_read_once_for_all_rows_of_a_sequence(
     """By ops that can, in sequences of more than two pages."""
     monkeypatch.setattr(planning, "MIN_EXACT_PAGES", 2)
     path, _ = request.getfixturevalue(kind)
-    wanted, engine = answers(engine_of(path, None)), engine_of(path)
+    wanted, engine = answers(engine_of(path, None)), engine_of(path, backends=OP_BY_OP)
     calls = fold(engine.cache.ops, monkeypatch)
     assert answers(engine) == wanted
     assert calls.count(("paged_attention", 4)) > 50 and counts(engine)[1] > 20
