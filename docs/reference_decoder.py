@@ -10,7 +10,7 @@ n tokens, H kv heads of d dimensions, G query heads on each of them (H_q = H G).
 ShadowKV (arXiv:2410.21465) keeps of each key a few numbers in a subspace found from the prompt's own keys, and of each
 chunk of 8 tokens the mean key; a step scores the means, rebuilds the keys of the best chunks and attends to those.
 `turbo` changes all of it: the numbers are integers of 8 and 4 bits, the index is a sketch of every token, half of what
-is selected is sampled, and values have 3 bits.
+is selected is sampled, and values have 3 bits. Narrow keys (H d < 512) have values in 4 bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ReferenceLayer:
         rank: numbers that are kept of a key, all kv heads together.
         theta: base of RoPE.
         layer, seed: what is sampled follows from these and the position.
-        values: format of values, 3 bits where the head dim is a multiple of 64, else 4.
+        values: format of values, 3 bits where the head dim is a multiple of 64 and keys are not narrow, else 4.
     """
 
     def __init__(
@@ -155,8 +155,9 @@ class ReferenceLayer:
     def select(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """The chunks of each kv head that its query heads q [H_q, d] attend to: the best by the index, and for `turbo`
         as many that are sampled, so that they stand for the rest. Together they are a 64th of the context, at least 960
-        tokens; two thirds of that for `turbo`."""
-        share, least = (96, 640) if self.turbo else (64, 960)
+        tokens; two thirds of that for `turbo`, but at least 1,280 tokens where keys are narrow."""
+        narrow = self.heads * q.shape[1] < 512
+        share, least = (96, 1280 if narrow else 640) if self.turbo else (64, 960)
         chunks = -(-max(least, math.ceil(self.length / share)) // self.chunk)
         if not self.turbo:  # section 4.3: the largest share that a chunk's mean key has of any head's softmax
             landmarks = torch.cat([means for (means,) in self.index]).transpose(0, 1)  # [H, chunks, d]

@@ -9,7 +9,7 @@ total variation, and of how often the most likely token differs. Prompts that th
 not measured again. ``--summary`` prints means over prompts, with each policy's KL divided by that of the first one.
 Its intervals are 95 %, by bootstrap over prompts.
 
-    python -m benchmarks.selection.policies --model smollm2-135m-64k --length 8192 --kv turbo turbo:budget=1280 --out FILE
+    python -m benchmarks.selection.policies --model smollm2-135m-64k --kv turbo turbo:budget=1280 --out FILE
     python -m benchmarks.selection.policies --out FILE --summary
 """
 
@@ -41,8 +41,8 @@ from shadowkv.models.loader import LoadedModel
 def follow(
     loaded: LoadedModel, specs: Mapping[str, KVSpec], prompt: list[int], steps: int, ends: set[int]
 ) -> Iterator[dict[str, str]]:
-    """Yields a row of results for each policy of ``specs``: its distances from full attention (``COMPARED``), means over
-    at most ``steps`` steps. No step follows a token of ``ends``."""
+    """Yields a row of results for each policy of ``specs``: means of its distances from full attention (``COMPARED``)
+    over at most ``steps`` steps. No step follows a token of ``ends``."""
     capacity = len(prompt) + steps
     caches = [open_cache(loaded, spec, capacity) for spec in (preset("full"), *specs.values())]
     sequences, logits = prefill_all(loaded.model, caches, prompt, capacity)
@@ -70,9 +70,9 @@ def summarise(rows: list[dict[str, str]]) -> None:
 
 def _print_table(title: str, rows: list[dict[str, str]]) -> None:
     policies = list(dict.fromkeys(row["kv"] for row in rows))
-    by_prompt: dict[str, dict[str, dict[str, str]]] = {}
+    by_prompt: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in rows:
-        by_prompt.setdefault(row["prompt"], {})[row["kv"]] = row
+        by_prompt.setdefault((row["seed"], row["prompt"]), {})[row["kv"]] = row
     shared = [of_prompt for of_prompt in by_prompt.values() if len(of_prompt) == len(policies)]
     kl, variation, disagreement = (
         np.array([[float(of_prompt[kv][name]) for kv in policies] for of_prompt in shared]) for name in COMPARED
@@ -80,7 +80,8 @@ def _print_table(title: str, rows: list[dict[str, str]]) -> None:
     draws = np.random.default_rng(0).integers(len(shared), size=(2000, len(shared)))
     ratio = kl[draws].mean(1) / kl[draws].mean(1)[:, :1]
     low, high = np.quantile(ratio, (0.025, 0.975), axis=0)
-    print(f"\n{title}, prompts: {len(shared)}\n\n| policy | KL, 10⁻³ nats | over the first | variation, % | other token, % |")
+    print(f"\n{title}, prompts: {len(shared)}\n")
+    print("| policy | KL, 10⁻³ nats | over the first | variation, % | other token, % |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for at, kv in enumerate(policies):
         over = f"{kl[:, at].mean() / kl[:, 0].mean():.2f} ({low[at]:.2f} to {high[at]:.2f})"
@@ -112,12 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in range(args.prompts):
         for kind, prompts in zip(args.text, of_kinds, strict=True):
             prompt, steps = prompts[number]
-            about = {"seed": str(args.seed), "length": str(args.length), "text": kind, "prompt": prompt.name}
-            left = {kv: spec for kv, spec in specs.items() if (*list(about.values())[:2], prompt.name, kv) not in done}
+            seed, length = str(args.seed), str(args.length)
+            left = {kv: spec for kv, spec in specs.items() if (seed, length, prompt.name, kv) not in done}
             if not left:
                 continue
             start = time.perf_counter()
-            new = [{"commit": str(commit()), **about, **row} for row in follow(loaded, left, prompt.tokens, steps, ends)]
+            about = {"commit": str(commit()), "seed": seed, "length": length, "text": kind, "prompt": prompt.name}
+            new = [about | row for row in follow(loaded, left, prompt.tokens, steps, ends)]
             if new:
                 append(args.out, list(new[0]), new)
             print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,12 +80,8 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
     for policy in policies:
         spec = None if policy.spec is None else policy.spec.as_dict()
         known = config["policies"].setdefault(policy.label, spec)
-        if spec is not None and known is not None:
-            # Older versions recorded these fields for every policy, even if its parts do not have them.
-            former = {"rank": None, "key_groups": 1, "centred": None, "mass": None, "sampled": 0.0}
-            former["prefill_error"] = PREFILL_ERROR
-            known = {**KVSpec().as_dict(), **former, **known}  # fields that were not recorded had their defaults
-            known = {name: value for name, value in known.items() if name in spec or former.get(name, ...) != value}
+        if policy.spec is not None and known is not None:
+            known = _completed(known, policy.spec)
         if known != spec:
             raise ValueError(f"--out {folder} has answers of another {policy.label!r}; use another folder")
     config["runs"].append(
@@ -98,6 +95,19 @@ def write_config(folder: Path, settings: dict[str, Any], policies: Sequence[Poli
         }
     )
     write_json(path, config)
+
+
+def _completed(known: dict[str, Any], spec: KVSpec) -> dict[str, Any]:
+    """Returns ``known``, the fields and settings of a policy that was recorded, as this version records them. ``spec``
+    is the policy of the same label in this version."""
+    # Older versions recorded these fields for every policy, even if its parts do not have them.
+    former = {"rank": None, "key_groups": 1, "centred": None, "mass": None, "sampled": 0.0}
+    former["prefill_error"] = PREFILL_ERROR
+    if spec.min_budget is not None:  # once it was the same for all models
+        former["min_budget"] = replace(spec, min_budget=None).default_budget[1]
+    known = {**KVSpec().as_dict(), **former, **known}  # fields that were not recorded had their defaults
+    recorded = spec.as_dict()
+    return {name: value for name, value in known.items() if name in recorded or former.get(name, ...) != value}
 
 
 def command_line(arguments: Sequence[str] | None) -> list[str]:

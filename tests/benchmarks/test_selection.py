@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from benchmarks.ops.selection.sketch_selection import selected_by
+from benchmarks.selection import policies as compared
 from benchmarks.selection import touched as touched_tokens
 from benchmarks.selection.__main__ import Follower, main, rows_of, summarise
 from benchmarks.selection.rules import FORMER, RULES, TAKEN, ByRule, Rule, chances
 from benchmarks.selection.touched import STEPS, Touched, follow
+from benchmarks.sweeps.rows import read
 from robustness.tiny_model import tiny_model
 from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.startup.loading import load_from_config
@@ -101,6 +103,33 @@ def test_touched_tokens_need_a_policy_that_selects_tokens(kv: str, wrong: str, t
     with pytest.raises(SystemExit):
         touched_tokens.main(["--model", "none", "--out", str(tmp_path / "rows.csv"), "--kv", kv])
     assert wrong in capsys.readouterr().err
+
+
+def test_policies_are_compared_along_full_attentions_tokens(tmp_path, capsys) -> None:
+    file = tmp_path / "rows.csv"
+    flags = ["--out", str(file), "--text", "logs", "fwe", "--prompts", "1", "--seed", "5"]
+    flags += ["--length", "1500", "--new-tokens", "6", "--load-format", "dummy", "--device", "cpu"]
+    more, fewer = "turbo:budget=800,sampled=0.0", "turbo:budget=8,sampled=0.0"
+    with tiny_model() as path:
+        flags += ["--model", str(path)]
+        assert compared.main([*flags, "--kv", more, fewer]) == 0
+        rows = read(file)
+        assert compared.main([*flags, "--kv", "full", fewer]) == 0
+    assert [row["kv"] for row in rows] == 2 * [more, fewer]
+    assert read(file)[:4] == rows and [row["kv"] for row in read(file)[4:]] == ["full", "full"]
+    for text in ("logs", "fwe"):
+        figures = {row["kv"]: row for row in read(file) if row["text"] == text}
+        assert 0 < float(figures[more]["kl"]) < float(figures[fewer]["kl"])
+        assert float(figures["full"]["kl"]) == float(figures["full"]["disagreement"]) == 0
+        assert {row["steps"] for row in figures.values()} == {"6"}
+    capsys.readouterr()
+    assert compared.main(["--out", str(file), "--summary"]) == 0
+    printed = capsys.readouterr().out
+    for name, text in (("texts", "logs"), ("RULER", "fwe")):
+        assert f"{name}, 1500 tokens, prompts: 1\n" in printed
+        kl = {row["kv"]: float(row["kl"]) for row in rows if row["text"] == text}
+        ratio = f"{kl[fewer] / kl[more]:.2f}"
+        assert f"| `{fewer}` | {1e3 * kl[fewer]:.2f} | {ratio} ({ratio} to {ratio}) | " in printed
 
 
 def test_files_of_earlier_versions_are_refused(tmp_path, capsys) -> None:

@@ -14,8 +14,11 @@ from stub_server import stub_server
 from shadowkv.engine.config import EngineConfig
 from shadowkv.eval import __main__ as command
 from shadowkv.eval import command as execution
+from shadowkv.eval.provenance import write_config
+from shadowkv.eval.records.policies import local_policies
 from shadowkv.eval.records.predictions import PredictionFile
 from shadowkv.eval.running.local import Forks
+from shadowkv.kvcache.policy.shape import ModelShape
 from shadowkv.models.loader import LoadedModel
 
 
@@ -123,6 +126,22 @@ def test_a_folder_from_before_a_policys_fields_changed_goes_on(niah: list[str], 
         spec |= {"rank": None, "key_groups": 1, "prefill_error": 0.05, "sampled": 0.0}  # once fields of every policy
     path.write_text(json.dumps(config))
     assert command.main(niah) == 0
+
+
+def test_a_folder_from_before_minimum_budgets_goes_on_if_they_are_the_former_ones(tmp_path: Path) -> None:
+    for heads in (4, 3):
+        folder, shape = tmp_path / str(heads), ModelShape(2, 12, heads, 128)
+        policies = local_policies(["full", "quest", "turbo:values=rotated-4bit", "turbo:budget=9"], [], shape)
+        write_config(folder, {}, policies, [])
+        config = json.loads((folder / "config.json").read_text())
+        for spec in config["policies"].values():
+            del spec["min_budget"]
+        (folder / "config.json").write_text(json.dumps(config))
+        if heads == 4:
+            write_config(folder, {}, policies, [])
+        else:  # narrow keys: 1,280 tokens instead of 640
+            with pytest.raises(ValueError, match="answers of another 'turbo:values=rotated-4bit'"):
+                write_config(folder, {}, policies, [])
 
 
 def test_an_ablation_of_scores(niah: list[str], tmp_path: Path) -> None:

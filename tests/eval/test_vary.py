@@ -49,6 +49,16 @@ def test_budgets_are_varied_beside_those_of_the_flag() -> None:
     assert [policy.label for policy in local_policies(names, [0.25], SHAPE)] == ["full", "turbo@80", "turbo@0.5"]
 
 
+def test_minimum_budgets_are_varied_where_no_budget_is_given() -> None:
+    varied = Variation.parse("min_budget=80,1280")
+    names, notes = varied.expand(["full", "fp8", "turbo", "turbo:budget=9"], SHAPE)
+    assert names == ["full", "fp8", "turbo:min_budget=80", "turbo:min_budget=1280", "turbo:budget=9"]
+    assert ["fp8 stays as it is" in notes[0], "turbo:budget=9 stays as it is" in notes[1]] == [True, True]
+    assert [policy.budget(12_800) for policy in local_policies(names[2:4], [], SHAPE)] == [0.010469, 0.1]  # 134 tokens
+    with pytest.raises(ValueError, match="leave out one of min_budget and budget=50"):
+        local_policies(names, [50], SHAPE)
+
+
 def test_scores_by_value(tmp_path: Path) -> None:
     def answers(policy: str, *scores: float) -> list[Prediction]:
         return [Prediction("t", str(n), 4096, policy, policy, 0.1, [], score, 0.0) for n, score in enumerate(scores)]

@@ -48,7 +48,7 @@ def test_resolving_keeps_what_was_chosen_and_leaves_other_keys_without_a_rank():
     assert "rank" not in resolve(KVSpec(keys="dense"), LLAMA).as_dict()
     spec = resolve(preset("shadowkv"), LLAMA)
     assert spec == resolve(spec, LLAMA)
-    assert replace(spec, settings={}) == PRESETS["shadowkv"]
+    assert replace(spec, settings={}, min_budget=None) == PRESETS["shadowkv"]
 
 
 def test_every_reason_is_listed_at_once():
@@ -93,6 +93,8 @@ def test_parts_give_their_reasons_beside_a_name_that_is_unknown():
         {"budget": float("nan")},
         {"budget": 0},
         {"budget": -64},
+        {"budget": None, "min_budget": 0},
+        {"min_budget": 640},
         {"mass": 0.0},
         {"mass": 1.0},
         {"mass": float("nan")},
@@ -100,6 +102,7 @@ def test_parts_give_their_reasons_beside_a_name_that_is_unknown():
         {"mass": 0.5, "index": "recent"},
         {"mass": 0.5, "index": "votes"},
         {"index": "none"},
+        {"budget": None, "outliers": 0, "min_budget": 640, "index": "none"},
         {"index": "exact"},
     ],
     ids=str,
@@ -278,11 +281,47 @@ def test_the_exact_tail_holds_local_to_local_plus_a_page_and_fits_its_ring(spec,
     assert SINK <= spec.sink_chunks * spec.chunk < SINK + spec.chunk
 
 
-@pytest.mark.parametrize(("dim", "bits"), [(64, 3), (96, 4), (80, 4), (128, 3), (256, 3)])
-def test_rotated_values_have_as_few_bits_as_the_head_dim_allows(dim, bits):
-    shape = ModelShape(2, 8, 2, dim)
-    assert resolve(preset("turbo"), shape).values == f"rotated-{bits}bit"
-    assert resolve(preset("turbo:values=rotated-4bit"), shape).values == "rotated-4bit"
+@pytest.mark.parametrize(
+    ("heads", "dim", "bits"), [(8, 64, 3), (4, 128, 3), (2, 256, 3), (6, 96, 4), (8, 80, 4), (7, 64, 4), (2, 128, 4)]
+)
+def test_rotated_values_have_3_bits_where_the_head_dim_allows_it_and_keys_are_wide(heads, dim, bits):
+    shape = ModelShape(2, heads, heads, dim)
+    for name in ("turbo", "turbo-host"):
+        assert resolve(preset(name), shape).values == f"rotated-{bits}bit"
+        for values in ("rotated-3bit", "rotated-4bit")[dim % 64 > 0 :]:
+            assert resolve(preset(name, values=values), shape).values == values
+
+
+@pytest.mark.parametrize(
+    ("kv", "wide", "narrow"),
+    [
+        ("turbo", 640, 1280),
+        ("turbo:keys=dense,values=dense", 640, 1280),
+        ("turbo:min_budget=700", 700, 700),
+        ("turbo:chunk=8", 960, 960),
+        ("turbo-host", 960, 960),
+        ("exact-top-k", 960, 960),
+        ("full-speculative", 640, 640),
+        ("full-speculative:drafts=false", 640, 1280),
+    ],
+)
+def test_a_sketch_that_finds_tokens_selects_twice_the_minimum_of_narrow_keys_except_for_drafts(kv, wide, narrow):
+    for heads, least in ((4, wide), (3, narrow)):
+        shape = ModelShape(2, 12, heads, 128)
+        spec = resolve(preset(kv), shape)
+        assert spec.min_budget == least
+        assert f"at least {least} tokens" in spec.describe_budget()
+        assert spec.budget_tokens(np.array([1, 16_000, 2_000_000]))[:2].tolist() == [least, least]
+        assert spec.budget_tokens(np.array(2_000_000)) == preset(kv).budget_tokens(np.array(2_000_000))
+        assert resolve(spec, shape) == spec
+
+
+@pytest.mark.parametrize("budget", [0.005, 700])
+def test_a_given_budget_has_no_minimum(budget):
+    for shape in (LLAMA, SMALL):
+        spec = resolve(preset("turbo", budget=budget), shape)
+        assert spec.min_budget is None and resolve(spec, shape) == spec
+        assert spec.budget_tokens(np.array(20_000)) == max(100, budget)
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads():

@@ -341,6 +341,7 @@ def test_configs_that_cannot_be_run(fields: Mapping[str, Any], words: str, tmp_p
         ("quest", "index='min-max' cannot replace the indexer that this model's layers were trained with"),
         ("full:index=native,budget=512", "index='native' selects as many blocks as the model does"),
         ("turbo:budget=512", "index='native' selects as many blocks as the model does"),
+        ("turbo:min_budget=512", "index='native' selects .* leave out budget, min_budget and outliers"),
         ("full-speculative", "drafts=true .* has no meaning with this model, whose own indexer selects in every step"),
         ("fp8:drafts=true", "drafts=true .* has no meaning with this model"),
         ("fp8:skip_layers=1", "skip_layers=1 cannot leave layers with an indexer exact"),

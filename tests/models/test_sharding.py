@@ -12,6 +12,8 @@ from families import TINY, build, oracle_logits
 from test_families import assert_same, sequences
 from thread_group import on_ranks
 
+from shadowkv.kvcache.presets import preset
+from shadowkv.kvcache.sequences.layout import Layout
 from shadowkv.layers.group import Group
 from shadowkv.models import load_config, load_model
 from shadowkv.models.checkpoints.stored_weight import FP8_ROWS
@@ -51,6 +53,16 @@ def test_heads_that_do_not_divide(tmp_path: Path) -> None:
     assert [Shard(config, rank, 2).config.shape.num_query_heads for rank in (0, 1)] == [6, 3]
     for found in parts_of(tmp_path, 2):
         assert_same(found, oracle_logits(oracle, sequences()))
+
+
+@pytest.mark.parametrize(("heads", "values", "least"), [(4, "rotated-3bit", 640), (3, "rotated-4bit", 1280)])
+def test_the_whole_models_heads_decide_whether_keys_are_narrow(
+    heads: int, values: str, least: int, tmp_path: Path
+) -> None:
+    build("llama", tmp_path, {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 128})
+    for shard in (Shard(load_config(tmp_path), rank, 2) for rank in (0, 1)):
+        spec = Layout(shard.policy(preset("turbo")), shard.config.shape, torch.float32, 2000).spec
+        assert shard.config.shape.kv_dim < 512 and (spec.values, spec.min_budget) == (values, least)
 
 
 def test_scales_of_rows_stay_with_their_codes(tmp_path: Path) -> None:

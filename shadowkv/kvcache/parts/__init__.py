@@ -24,7 +24,7 @@ from shadowkv.kvcache.codecs import LATENT_CODECS, NAMES_OF_PARTS, ROW_CODECS
 from shadowkv.kvcache.parts.base import EXCLUDED, IndexPart, KeyPart, Part, PrefillStrategy, StoredPart, ValuePart
 from shadowkv.kvcache.plugins import checked_name, has, load_own
 from shadowkv.kvcache.policy.shape import ModelShape
-from shadowkv.kvcache.policy.spec import NATIVE, PAGE, ROTATED, SKETCH, KVSpec
+from shadowkv.kvcache.policy.spec import NARROW, NARROW_BUDGET, NATIVE, PAGE, ROTATED, SKETCH, KVSpec
 from shadowkv.ops.registry import Ops
 from shadowkv.settings import settings_of, violations
 
@@ -140,10 +140,15 @@ def build_parts(spec: KVSpec, shape: ModelShape, dtype: torch.dtype) -> Parts:
 def resolve(spec: KVSpec, shape: ModelShape) -> KVSpec:
     """Resolves a policy for models of ``shape``: gives every setting of its parts a value. Raises ValueError with all
     reasons why the policy cannot be used."""
+    narrow = shape.kv_dim < NARROW
     if spec.values == ROTATED:
-        spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 else "rotated-3bit")
+        spec = replace(spec, values="rotated-4bit" if shape.head_dim % 64 or narrow else "rotated-3bit")
     if spec.index == SKETCH and shape.indexed:
         spec = spec.changed(index=NATIVE)
+    if spec.has_index and not spec.native and spec.budget is None and spec.min_budget is None:
+        # Wide keys get a value, too: a rank has fewer heads than the model and resolves the policy again.
+        least = NARROW_BUDGET if narrow and spec.finds_tokens and spec.selects else spec.default_budget[1]
+        spec = replace(spec, min_budget=least)
     unknown = [axis for axis in AXES if (name := getattr(spec, axis)) is not None and not is_known(axis, name)]
     reasons = [f"{axis}={getattr(spec, axis)!r} is not one of {', '.join(AXES[axis])}" for axis in unknown]
     parts = _parts(spec)

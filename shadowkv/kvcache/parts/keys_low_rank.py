@@ -18,7 +18,7 @@ from shadowkv.kvcache.memory.arenas import Field
 from shadowkv.kvcache.memory.compressed import CompressedBatch, CompressedStore
 from shadowkv.kvcache.parts.base import STATES_AT_ONCE, CompressedTokens, FittedTokens, KeyPart
 from shadowkv.kvcache.policy.shape import ModelShape, share
-from shadowkv.kvcache.policy.spec import KVSpec
+from shadowkv.kvcache.policy.spec import NARROW, KVSpec
 from shadowkv.ops.attend_selected.sources import LatentKeys
 from shadowkv.ops.codec import STRONG, LatentCodec
 from shadowkv.ops.low_rank_basis.cuda import ROWS_AT_ONCE
@@ -30,11 +30,6 @@ KEPT_ENERGY = "kept_energy"
 HEADROOM = 1.25
 """Factor by which latents of generated tokens can exceed the prompt's largest latent without being clipped, in 8-bit
 codes."""
-
-
-NARROW = 512
-"""Keys are narrow if all kv heads of a layer together have fewer dimensions than this. Narrow keys do not fit into a
-subspace of few dimensions."""
 
 
 class LowRankKeys(KeyPart):

@@ -30,6 +30,14 @@ not on their share of the context (docs/benchmarks/answers.md). ``DEFAULT_BUDGET
 Instead, a step examines 1.5 times as many runs of the sketch. This loses less than ``DEFAULT_BUDGET`` with the smaller
 number of runs (docs/design/measured.md)."""
 
+NARROW = 512
+"""Keys are narrow if the kv heads of a layer have fewer dimensions than this together. Models with few kv heads have
+less redundancy: the same error of keys and values costs them more answers."""
+
+NARROW_BUDGET = 1280
+"""The minimum of ``SKETCH_BUDGET`` for models with narrow keys, whose values have 4 bits by default. With both, the KL
+to full attention is about half of that with 640 tokens and 3 bits (docs/benchmarks/answers.md)."""
+
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
 newest ones."""
@@ -58,8 +66,8 @@ SKETCH = "sketch"
 ``native``."""
 
 ROTATED = "rotated"
-"""Name of values in 3 bits, or in 4 bits if 3 bits do not fit the head dim. Resolving a policy replaces this name by
-``rotated-3bit`` or ``rotated-4bit``."""
+"""Name of values in 3 bits, or in 4 bits if 3 bits do not fit the head dim or the model has narrow keys (``NARROW``).
+Resolving a policy replaces this name by ``rotated-3bit`` or ``rotated-4bit``."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class KVSpec:
     values: str = setting(
         "dense",
         PARTS,
-        "how values are stored; rotated is rotated-3bit, or rotated-4bit if the head dim is not a multiple of 64",
+        "how values are stored; rotated is rotated-3bit, or rotated-4bit if the head dim is not a multiple of 64 or if "
+        f"the kv heads of a layer have fewer than {NARROW} dimensions together",
     )
     place: str = setting(
         "device", PARTS, "where compressed values are: device, or host (pinned memory if there is a GPU)"
@@ -92,12 +101,19 @@ class KVSpec:
         None,
         POLICY,
         "what a step selects: a share of the context (0.0156) or a number of tokens (2048), besides sink, outliers and "
-        "newest tokens (default: 1.56 %, at least 960 tokens; for single tokens that a sketch finds 1.04 %, at least "
-        "640)",
+        "newest tokens (default: 1.56 %; for single tokens that a sketch finds 1.04 %; at least min_budget tokens)",
         check=Check(
             lambda budget: 0 < budget <= 1 if isinstance(budget, float) else budget >= 1,
             "must be a share of the context in (0, 1], with a decimal point, or a number of tokens of at least 1",
         ),
+    )
+    min_budget: int | None = setting(
+        None,
+        POLICY,
+        "minimum number of tokens that a step selects with the default budget (default: 960; for single tokens that a "
+        f"sketch finds 640, or {NARROW_BUDGET} if the kv heads of a layer have fewer than {NARROW} dimensions together "
+        "and drafts is false)",
+        check=at_least(1),
     )
     chunk: int = setting(
         8,
@@ -164,6 +180,7 @@ class KVSpec:
             self,
             index=NATIVE,
             budget=indexer.budget,
+            min_budget=None,
             chunk=chunk,
             drafts=False,
             outliers=0,
@@ -190,8 +207,13 @@ class KVSpec:
             reasons.append(f"skip_layers={self.skip_layers} has no meaning where every layer is exact")
         if self.skip_layers and shape.indexed:
             reasons.append(f"skip_layers={self.skip_layers} cannot leave layers with an indexer exact: use 0")
-        if not self.has_index and (self.budget is not None or self.outliers):
-            reasons.append("index='none' attends to every token: budget, outliers have no meaning with it")
+        if not self.has_index and (self.budget is not None or self.min_budget is not None or self.outliers):
+            reasons.append("index='none' attends to every token: budget, min_budget, outliers have no meaning with it")
+        if self.budget is not None and self.min_budget is not None:
+            reasons.append(
+                f"min_budget={self.min_budget} is the minimum of the default budget: leave out one of min_budget and "
+                f"budget={self.budget}"
+            )
         if self.drafts and shape.indexed:
             reasons.append(
                 "drafts=true (which drafts of method='sparse' need) has no meaning with this model, whose own indexer "
@@ -205,8 +227,10 @@ class KVSpec:
             reasons.append(f"drafts=true attends to every token: values must be on the device, not the {self.place}")
         if self.native and not shape.indexed:
             reasons.append("index='native' needs a model with layers that have an indexer, and this one has none")
-        elif self.native and (self.budget is not None or self.outliers):
-            reasons.append("index='native' selects as many blocks as the model does: leave out budget and outliers")
+        elif self.native and (self.budget is not None or self.min_budget is not None or self.outliers):
+            reasons.append(
+                "index='native' selects as many blocks as the model does: leave out budget, min_budget and outliers"
+            )
         elif shape.indexed and self.index not in ("none", NATIVE):
             reasons.append(
                 f"index={self.index!r} cannot replace the indexer that this model's layers were trained with: add "
@@ -288,7 +312,13 @@ class KVSpec:
     @property
     def default_budget(self) -> tuple[float, int]:
         """The share of the context, and the minimum number of tokens, that a step selects if ``budget`` is None."""
-        return SKETCH_BUDGET if self.index == SKETCH and self.chunk == 1 else DEFAULT_BUDGET
+        share, least = SKETCH_BUDGET if self.finds_tokens else DEFAULT_BUDGET
+        return share, self.min_budget or least
+
+    @property
+    def finds_tokens(self) -> bool:
+        """Whether a sketch finds single tokens."""
+        return self.index == SKETCH and self.chunk == 1
 
     def budget_chunks(self, context: np.ndarray) -> np.ndarray:
         """Maximum number of chunks per kv head that a step selects from ``context`` tokens, int64 of any shape."""

@@ -411,7 +411,11 @@ def _form_of_group(layout: GroupLayout, rope: RopeConfig) -> str:
     fields = (*layout.compressed_fields, *layout.host_fields, *layout.state_fields)
     form = {
         "format": FORMAT,
-        "spec": {name: value for name, value in spec.as_dict().items() if name != "drafts" or value},
+        "spec": {
+            name: value
+            for name, value in spec.as_dict().items()
+            if name != "min_budget" and (name, value) != ("drafts", False)
+        },
         # ``key_bias`` is left out, because its effects are in the policy. Fields that change no page are left out, too.
         "shape": {
             name: value
