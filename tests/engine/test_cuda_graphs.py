@@ -124,7 +124,7 @@ def test_graphs_and_eager_steps_agree_with_heads_of_512(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:sampled=0.0"])
+@pytest.mark.parametrize("kv", [*sorted(PRESETS), "turbo:sampled=0.0", "turbo:values=rotated-3bit"])
 def test_graphs_and_eager_steps_agree(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     eager, graphs = (steps(tmp_path, kv, eager, monkeypatch) for eager in (True, False))

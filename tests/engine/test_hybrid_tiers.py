@@ -165,7 +165,7 @@ def layer_bytes(engine: Engine) -> int:
     return layout.layer_bytes
 
 
-@pytest.mark.parametrize("kv, examples", [("full", 40), ("turbo:dense_below=256,values=dense", 12)])
+@pytest.mark.parametrize("kv, examples", [("full", 40), ("turbo:dense_below=256,values=dense,min_budget=640", 12)])
 def test_answers_are_those_of_computing_anew_and_nothing_leaks(hybrid: Any, kv: str, examples: int) -> None:
     class Hybrid(Serving):
         def teardown(self) -> None:

@@ -16,8 +16,8 @@ from shadowkv.kvcache.policy.spec import PAGE
 DOCUMENT = prompt(1, 10 * PAGE)
 POLICIES = [
     "full",
-    "turbo:values=dense",
-    "turbo:dense_below=900,values=dense",
+    "turbo:values=dense,min_budget=640",
+    "turbo:dense_below=900,values=dense,min_budget=640",
     "turbo-host:values=dense",
     "shadowkv",
     "quest",
@@ -72,7 +72,7 @@ def test_questions_about_one_document_compute_it_once(make: Any, kv: str) -> Non
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("kv", ["full", "turbo:values=dense"])
+@pytest.mark.parametrize("kv", ["full", "turbo:values=dense,min_budget=640"])
 def test_running_sequences_are_shared(make: Any, kv: str) -> None:
     engine = make(kv=kv)
     long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -160,7 +160,7 @@ def test_a_short_request_does_not_wait_for_a_long_prompt_that_shares_little(
 def test_when_who_computes_it_is_cancelled_the_next_does(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(monkeypatch, 128)
     monkeypatch.setattr("shadowkv.engine.engine.IDLE_PREFILL_SECONDS", 0.0)
-    engine = make(kv="turbo:values=dense")
+    engine = make(kv="turbo:values=dense,min_budget=640")
     questions = {str(i): DOCUMENT + prompt(10 + i, 130) for i in range(4)}
     for name, ids in questions.items():
         engine.add_request(name, ids, GREEDY)
@@ -201,7 +201,7 @@ def test_without_the_prefix_cache_nothing_is_kept(make: Any) -> None:
     assert engine.cache.free == engine.cache.total
 
 
-@pytest.mark.parametrize("kv", ["full", "turbo:values=dense", "turbo-host:values=dense"])
+@pytest.mark.parametrize("kv", ["full", "turbo:values=dense,min_budget=640", "turbo-host:values=dense"])
 def test_nothing_leaks_whatever_is_shared_aborted_and_evicted(make: Any, kv: str) -> None:
     """A long random run: chats over two documents, with aborts; a policy that is exact answers as computed anew."""
     engine = make(kv=kv, max_num_seqs=3, max_cached_seqs=3, max_model_len=1600)

@@ -98,7 +98,7 @@ def test_what_is_left_of_a_sequence_that_has_gone_is_copied(make: Any, kv: str) 
 def test_what_the_disk_refused_is_written_when_it_is_used_again(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"kv": "turbo:values=dense", "kv_disk_dir": str(tmp_path)}
+    options = {"kv": "turbo:values=dense,min_budget=640", "kv_disk_dir": str(tmp_path)}
     engine = make(**options)
 
     def full(*_: Any, **__: Any) -> None:

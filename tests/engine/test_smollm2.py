@@ -195,9 +195,10 @@ def test_a_document_behind_a_short_first_turn_is_kept_as_well_as_in_one_prompt(l
     question = llm.get_tokenizer().encode("\n\nWhat is the text above about, in detail? Answer:")
     first, document = filler(llm, 400, seed=0), texts(llm)[:800]
     whole = first + document + question
-    (full, logits), (one, its_logits) = prefilled(loaded, ["full", "turbo"], whole, 24)
+    kv = "turbo:values=rotated-3bit,min_budget=640"  # more would attend to nearly everything
+    (full, logits), (one, its_logits) = prefilled(loaded, ["full", kv], whole, 24)
     tokens, exact = zip(*full.answer(logits, 24))
-    turns = Session(loaded, preset("turbo"), len(whole) + 24)
+    turns = Session(loaded, preset(kv), len(whole) + 24)
     turns.feed(first)
     turns.feed(document)
     assert (len(one.sequence.path), len(turns.sequence.path)) == (1, 2)

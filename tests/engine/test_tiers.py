@@ -16,7 +16,13 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.kvcache.policy.spec import PAGE
 
-POLICIES = ["full", "turbo:values=dense", "turbo:dense_below=900,values=dense", "turbo-host:values=dense", "quest"]
+POLICIES = [
+    "full",
+    "turbo:values=dense,min_budget=640",
+    "turbo:dense_below=900,values=dense,min_budget=640",
+    "turbo-host:values=dense",
+    "quest",
+]
 OFFLOAD = 0.0625
 
 
@@ -61,7 +67,7 @@ def test_a_conversation_goes_on_after_a_restart(make: Any, tmp_path: Path, kv: s
         settle(engine)
         engine.close()
     lengths = [0, len(DOCUMENT) + 150 + 8, len(DOCUMENT) + 2 * 158]
-    if kv == "turbo:dense_below=900,values=dense":
+    if kv == "turbo:dense_below=900,values=dense,min_budget=640":
         lengths[2] = lengths[1]  # the second turn was compressed when it came to 900 tokens, or not
     assert found[0] == 0
     assert all(length - 3 * PAGE < tokens_ for length, tokens_ in zip(lengths[1:], found[1:], strict=True)), found
@@ -87,7 +93,7 @@ def test_other_salts_find_nothing_in_any_tier(make: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "remove"])
 def test_a_harmed_file_is_never_served(make: Any, tmp_path: Path, harm: str) -> None:
-    options = {"kv": "turbo:values=dense", "kv_disk_dir": str(tmp_path)}
+    options = {"kv": "turbo:values=dense,min_budget=640", "kv_disk_dir": str(tmp_path)}
     engine, ids = make(**options), DOCUMENT + prompt(2, 100)
     ask(engine, ids)
     settle(engine)
@@ -232,7 +238,7 @@ def test_policies_that_skip_layers_answer_as_before_from_every_tier(tiny: Path, 
         return Engine(EngineConfig(model=str(tmp_path), load_format="dummy", kv=kv, **options))
 
     question = DOCUMENT + prompt(3, 100)
-    engine = open_engine("turbo:values=dense,skip_layers=1")
+    engine = open_engine("turbo:values=dense,skip_layers=1,min_budget=640")
     computed = ask(engine, question)
     settle(engine)
     evict_device(engine)
@@ -241,7 +247,7 @@ def test_policies_that_skip_layers_answer_as_before_from_every_tier(tiny: Path, 
     assert engine.scheduler.prefix_cache.stats()["host"].hit_tokens == cached_tokens
     settle(engine)
     engine.close()
-    engine = open_engine("turbo:values=dense,skip_layers=1")
+    engine = open_engine("turbo:values=dense,skip_layers=1,min_budget=640")
     assert ask(engine, question) == (from_host, cached_tokens)
     assert engine.scheduler.prefix_cache.stats()["disk"].hit_tokens == cached_tokens
     engine.close()

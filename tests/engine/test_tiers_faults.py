@@ -190,7 +190,7 @@ def test_files_of_other_models_are_nobodys_business(
     make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(make, tmp_path)
-    engine = make(kv="turbo:values=dense", kv_disk_dir=str(tmp_path))
+    engine = make(kv="turbo:values=dense,min_budget=640", kv_disk_dir=str(tmp_path))
     assert ask(engine, QUESTION)[1] == 0
     settle(engine)
     assert not lines(caplog)

@@ -22,7 +22,12 @@ SLAB_GIB = 2**22 / 2**30
 MAX_STEPS = 4000
 
 PAGES = {letter: prompt(number, PAGE) for number, letter in enumerate("abc")}
-EXAMPLES = {"full": 48, "turbo:dense_below=256,values=dense": 12, "turbo:values=dense": 12, "shadowkv": 12}
+EXAMPLES = {
+    "full": 48,
+    "turbo:dense_below=256,values=dense,min_budget=640": 12,
+    "turbo:values=dense,min_budget=640": 12,
+    "shadowkv": 12,
+}
 
 DOCUMENTS = ["aabbaabbaabb", "aabbccaabbcc", "aabc"]
 

@@ -77,7 +77,9 @@ def wanted(model: Path) -> list[int]:
         return ask(engine, QUESTION)[0]
 
 
-@pytest.mark.parametrize(("size", "kv"), [(2, "full"), (2, "shadowkv:place=device"), (3, "turbo:values=dense")])
+@pytest.mark.parametrize(
+    ("size", "kv"), [(2, "full"), (2, "shadowkv:place=device"), (3, "turbo:values=dense,min_budget=640")]
+)
 def test_every_tier_answers_as_the_device(model: Path, tmp_path: Path, size: int, kv: str) -> None:
     """Ranks have 6 and 3 query heads, or 3 each."""
     options = {"kv": kv, "kv_disk_dir": str(tmp_path)}

@@ -127,7 +127,7 @@ def test_a_prompt_that_there_is_no_room_for_is_looked_up_when_something_changes(
 
 
 def test_what_is_computed_meanwhile_is_found(make: Any) -> None:
-    engine = make(kv="turbo:values=dense", max_num_seqs=1)
+    engine = make(kv="turbo:values=dense,min_budget=640", max_num_seqs=1)
     waiting(engine, QUESTION, DOCUMENT + [5], DOCUMENT + [6])
     assert cached(drain(engine)) == {"first": 0, "0": 0, "1": len(DOCUMENT), "2": len(DOCUMENT)}
     evict_device(engine)

@@ -44,6 +44,8 @@ def run(kv: str, backends: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> l
 
 CHANGED = [
     "turbo:index=none",
+    "turbo:values=rotated-3bit",
+    "turbo-host:values=rotated-3bit",
     "turbo:sampled=0.0",
     "turbo:chunk=4,sampled=0.25",
     "turboquant-4:centred=true",

@@ -53,7 +53,9 @@ def test_what_does_not_follow_from_lengths_is_not_known() -> None:
     assert host.forecast_decode([stream.sequence], [(other, 40)]) is None
 
 
-@pytest.mark.parametrize("kv", ["turbo:budget=0.5", "turbo", "quest:budget=64", "shadowkv:budget=0.3,place=device"])
+@pytest.mark.parametrize(
+    "kv", ["turbo:budget=0.5", "turbo:min_budget=640", "quest:budget=64", "shadowkv:budget=0.3,place=device"]
+)
 def test_no_segment_selects_more_than_a_graph_has_columns_for(kv: str) -> None:
     """Also where the tail waits, exact, for a segment of its own, and where a later turn has begun one."""
     cache = make_cache(preset(kv))
