@@ -20,8 +20,8 @@ PRESETS: dict[str, KVSpec] = {
     "full-speculative": KVSpec(index="sketch", chunk=1, drafts=True, settings={"index.sampled": 0.5}),
     # The paper: arXiv:2410.21465, section 5.1.
     "shadowkv": KVSpec(keys="low-rank", index="chunk-mean", place="host", chunk=8, outliers=48),
-    # This project's own policies: a sketch of every key is searched, and values have 3 bits. If values are on the
-    # device, single tokens can be selected, and half of the budget is sampled.
+    # This project's own policies: a sketch of every key is searched, and values have 3 or 4 bits (``ROTATED``). If
+    # values are on the device, single tokens can be selected, and half of the budget is sampled.
     "turbo": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", chunk=1, settings={"index.sampled": 0.5}),
     "turbo-host": KVSpec(keys="low-rank-int4", index="sketch", values="rotated", place="host", chunk=8),
     # The oracle: its index computes exact scores, which every other index approximates, and selects the tokens with the
