@@ -42,6 +42,7 @@ from shadowkv.engine.sampling_params import SamplingParams
 from shadowkv.engine.scheduling.sparse_drafts import SparseDrafts
 from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.startup.loading import load_from_config
+from shadowkv.engine.warmup import warm_up
 from shadowkv.eval.fidelity.prompts import read_prompts
 from shadowkv.eval.prompts.texts import haystack
 
@@ -130,7 +131,7 @@ def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str
     before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
     times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
     for prompt, params in requests(plain, task, context, args.tokens, args.prompts):
-        wanted, _ = answer(plain, prompt, params)  # a warm-up, which also fills the prefix cache
+        wanted = [answer(engine, prompt, params)[0] for engine in times][0]  # fills both prefix caches
         for engine in times:
             times[engine].append([])
         for _ in range(args.rounds):
@@ -180,6 +181,8 @@ def main(argv: list[str] | None = None) -> int:
         speculative = {"method": args.method, "num_speculative_tokens": args.k}
         plain = Engine(EngineConfig(**config), loaded)
         drafting = Engine(EngineConfig(**config, speculative_config=speculative), loaded)
+        for engine in (plain, drafting):
+            warm_up(engine)
         if args.always:
             assert isinstance(drafting.decode_steps.speculation, SparseDrafts)
             drafting.decode_steps.speculation.account = Always()

@@ -119,9 +119,10 @@ class GraphGrid:
 
     It goes through the page counts of sequences, fewest first. For each page count it captures all batch sizes, with
     and without prompts, until ``GRID_BYTES`` are used. Of the mixed passes that read or write compressed pages of their
-    prompts' sequences, it captures only one. If all sequences of a step draft together (``sparse`` and ``mtp``), it
-    also captures the draft steps, and the steps that verify the longest drafts of all sequences. The log says how far
-    it came. A grid must be made while the engine has no sequences. Without CUDA graphs it does nothing.
+    prompts' sequences, it captures only one. With drafts it also captures steps that verify them: those of a single
+    sequence, or, if all sequences of a step draft together (``sparse`` and ``mtp``), those of the longest drafts of all
+    sequences, and the draft steps. The log says how far it came. A grid must be made while the engine has no sequences.
+    Without CUDA graphs it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -169,7 +170,7 @@ class GraphGrid:
 
     def _shapes(self, plans: list[tuple[int, DecodePlan]], of_head: list[DecodePlan]) -> Iterator[_Shape]:
         """Yields all shapes in the order of their capture. Arguments are as in ``_captures``."""
-        runner, head = self.engine.runner, self.engine.head
+        config, runner, head = self.engine.config, self.engine.runner, self.engine.head
         if runner.graphs is None:
             return
         # The largest pass goes first: all graphs share its memory.
@@ -180,10 +181,10 @@ class GraphGrid:
         compressing = [(batch, rows, True) for batch, rows, _ in mixed[-1:] if able]
         for number, (tokens, plan) in enumerate(plans):
             yield from (_Shape(runner, plan, *shape) for shape in (shapes if number else (*shapes, *compressing)))
-            if self._together:
+            if config.speculation is not None:
                 yield from self._of_drafts(plan)
             if head is not None and not number:
-                batches = self._up_to(self.engine.config.max_num_seqs * (self.engine.config.drafted_tokens + 1))
+                batches = self._up_to(config.max_num_seqs * (config.drafted_tokens + 1))
                 yield from (_Shape(head, own, batch) for own in of_head for batch in batches)
             self._longest = tokens
 
@@ -191,6 +192,10 @@ class GraphGrid:
         """Yields the model's draft steps, and the steps that verify drafts. Their sequences are as long as that of
         ``plan``."""
         config, cache, runner = self.engine.config, self.engine.cache, self.engine.runner
+        if not self._together:
+            for bits in range(1, config.drafted_tokens.bit_length() + 1):  # rows are rounded up to powers of 2
+                yield _Shape(runner, cache.forecast_rows(plan, 1, min(1 << bits, config.drafted_tokens + 1)))
+            return
         if cache.spec.drafts:
             if not any(group.compressed_pages for group in plan.groups):
                 return  # such sequences have no drafts

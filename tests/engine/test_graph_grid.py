@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import draft_by
 from test_engine import assert_empty, drain, prompt, tokens
 from test_faults import Graph, with_graphs
 
@@ -19,6 +20,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.speculation.gate import Account
 from shadowkv.engine.warmup import GRID_SECONDS, GraphGrid
+from shadowkv.kvcache.decode import planning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with graphs of its own")
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -93,6 +95,32 @@ def test_steps_of_all_numbers_of_rows_have_graphs_from_the_start(graphed: Any, m
         counts = [1] * min(rows, most)
         counts[0] += rows - len(counts)
         assert engine.runner.graphs.has(engine.cache.plan_decode(sequences[: len(counts)], counts))
+
+
+def test_drafts_from_the_text_of_one_long_sequence_have_graphs_from_the_start(
+    graphed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any length. The pages of a long sequence are read once for all of its rows, in graphs of their own."""
+    monkeypatch.setattr(planning, "MIN_EXACT_PAGES", 4)
+    monkeypatch.setattr(warmup, "MIN_EXACT_PAGES", 4)
+    draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 12))
+    speculation = {"method": "suffix", "num_speculative_tokens": 11}
+    engine, seen = graphed(kv="full", max_num_seqs=3, max_model_len=700, speculative_config=speculation), set[int]()
+    capture_grid(engine)
+    plan_decode = engine.cache.plan_decode
+
+    def spy(sequences: Any, counts: Any, *others: Any) -> Any:
+        plan = plan_decode(sequences, counts, *others)
+        if counts is not None:
+            assert plan.groups[0].starts is not None and engine.runner.graphs.has(plan), counts
+            seen.update(counts)
+        return plan
+
+    monkeypatch.setattr(engine.cache, "plan_decode", spy)
+    for length in (400, 550):
+        answer(engine, [length])
+    assert seen == set(range(1, 13)) - {1}
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("kv", ["full-speculative:budget=32", "fp8:index=sketch,chunk=1,drafts=true,budget=32"])

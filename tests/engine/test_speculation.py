@@ -25,6 +25,7 @@ from shadowkv.engine.config import EngineConfig
 from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.outputs import TokenOutput
+from shadowkv.engine.speculation.gate import Account, Gate
 from shadowkv.wording import SettingsError
 from tests.models.families import build
 
@@ -285,7 +286,8 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
 
 def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. A step with drafts
-    costs the waits before and after it. Where the host chooses tokens, every step waits."""
+    costs the waits before and after it, and a wait after which nothing was drafted is a loss of its request. Where the
+    host chooses tokens, every step waits."""
     clock = clock_of_steps(monkeypatch)
     draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 3))
     engine = make(kv="full", speculative_config=SUFFIX)
@@ -306,12 +308,17 @@ def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: 
     monkeypatch.setattr(engine.runner, "decode", timed)
     monkeypatch.setattr(drafting, "drafts", slow)
     monkeypatch.setattr(drafting, "took", lambda lengths, rows, seconds: taken.append((rows, seconds)))
+    lost = list[float]()
+    monkeypatch.setattr(Account, "lose", lambda self, cost: lost.append(cost))
+    monkeypatch.setattr(Gate, "judge", lambda self, drafted, accepted: None)
     for params, wait in ((PLAIN, 0.25), (replace(PLAIN, repetition_penalty=1.3), 0.0)):
         engine.add_request("a", prompt(1, 30), replace(params, max_tokens=30))
         drain(engine)
         assert {seconds for rows, seconds in taken if rows > 1} == {1 + wait, 1 + 2 * wait}  # the latter: one alone
         assert {seconds for rows, seconds in taken if rows == 1} == {1.0}
+        assert {*lost} == ({wait} if wait else set())
         taken.clear()
+        lost.clear()
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo:budget=0.5"])

@@ -92,6 +92,15 @@ def test_few_shapes_serve_drafts_that_end_early() -> None:
     assert len(shapes) <= 4
 
 
+def test_drafts_of_one_sequence_have_few_shapes() -> None:
+    """One for each power of 2 of rows, up to the largest step."""
+    cache = make_cache(SPECS["full"])
+    (stream,) = streams_of(cache, [400])
+    shapes = [cache.rounded(cache.plan_decode([stream.sequence], [rows]), 25).shape for rows in range(2, 26)]
+    assert [shape[0] for shape in shapes] == [2, *2 * [4], *4 * [8], *8 * [16], *9 * [25]]
+    assert len(set(shapes)) == 5
+
+
 def test_one_long_draft_among_many_and_short_sequences_are_read_by_each_row() -> None:
     cache = make_cache(SPECS["full"])
     sequences = [stream.sequence for stream in streams_of(cache, LENGTHS)]

@@ -72,6 +72,7 @@ class DecodeSteps:
         self._drafted: DraftedRows | None = None
         self._last: Mark | None = None
         self._cost: tuple[list[int], int, float] | None = None  # of the last step, if it had drafts of the host
+        self._awaited = False  # whether the next step is not launched ahead because it may have a draft
         self.held = HeldRows(runner, scheduler)
 
     @property
@@ -149,7 +150,8 @@ class DecodeSteps:
 
     def _took(self, speculation: Speculation, step: _Step) -> None:
         """Records the time of a step. Drafts of the host also cost the time for which the device waits before and after
-        a step with drafts: without them, that step and the next one would have been launched ahead."""
+        a step with drafts: without them, that step and the next one would have been launched ahead. If the device has
+        waited and nothing was drafted, the wait is a loss."""
         computed, idle, last = step.computed.since(step.started), 0.0, self._last
         if last is not None and self.run_ahead and step.on_device and speculation.drafts_on_host:
             idle = step.started.since(last)
@@ -162,6 +164,8 @@ class DecodeSteps:
             self._cost = step.lengths, len(step.logits), computed + idle
         else:
             speculation.took(step.lengths, len(step.logits), computed)
+            if step.awaited:
+                speculation.waited(len(step.rows), idle / computed)
 
     def prompted(self, prompts: Sequence[Running]) -> None:
         """Must be called when a prefill of ``prompts`` has ended, before another pass."""
@@ -196,7 +200,8 @@ class DecodeSteps:
         if self.speculation is None:
             return True
         of_step = [running.request for running in step.rows], [running.sequence for running in step.rows]
-        return not self.speculation.expects(*of_step)
+        self._awaited = self.speculation.expects(*of_step)
+        return not self._awaited
 
     def forget(self, running: Running) -> None:
         """Removes from an ending sequence the tokens that a step ahead or a draft has appended."""
@@ -247,7 +252,8 @@ class DecodeSteps:
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
-        about = captured, eager, asking, record, count, drafts, checked
+        awaited, self._awaited = self._awaited and before is None, False
+        about = captured, eager, asking, record, count, drafts, awaited, checked
         try:
             return _Step([*rows, *prompts], ahead, logits, self.runner, started, *about)
         except torch.OutOfMemoryError:  # in the choice of tokens: the step did not happen
@@ -286,10 +292,12 @@ class _Step:
         record: SelectionRecord | None,
         prompt_tokens: int,
         drafts: list[list[int]],
+        awaited: bool,
         checked: Checked | None,
     ) -> None:
         self.rows, self.drafts, self.checked, self.started = rows, drafts, checked, started
         self.captured, self.eager, self._asking, self._record = captured, eager, asking, record
+        self.awaited = awaited
         self.prompt_tokens = prompt_tokens
         requests = [running.request for running in rows]
         plain = not any(r.params.changes_logits or r.params.logprobs is not None for r in requests)

@@ -66,6 +66,15 @@ class Speculation(ABC):
         host. ``lengths`` are those of the step's sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
 
+    def waited(self, sequences: int, share: float) -> None:
+        """Records that the device waited for tokens because ``expects`` returned True, and that nothing was drafted.
+
+        Args:
+            sequences: number of sequences of the step.
+            share: the time for which the device waited, as a share of the step's time.
+        """
+        return
+
     def prompted(self, requests: Sequence[Request]) -> None:
         """Called when the model has computed the prompts of requests, before another pass. They are all prompts of a
         pass, in its order."""
@@ -135,6 +144,7 @@ class TextDrafts(Speculation):
         super().__init__(config, max_rows)
         self._max_drafted = max_rows if max_drafted is None else max_drafted
         self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
+        self._expected: _Drafts | None = None  # those for which ``expects`` last returned True
 
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
@@ -150,7 +160,13 @@ class TextDrafts(Speculation):
     def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
         """Whether a request's known text would have a draft, so that the next step may have one."""
         rows, times = len(requests), self._times_of(sequences)
-        return any(self._of(request).draft(self._most, times, rows, rows) for request in requests)
+        owns = (self._of(request) for request in requests)
+        self._expected = next((own for own in owns if own.draft(self._most, times, rows, rows)), None)
+        return self._expected is not None
+
+    def waited(self, sequences: int, share: float) -> None:
+        if self._expected is not None:
+            self._expected.gate.waited(sequences * share)
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         super().judge(request, drafted, accepted)
