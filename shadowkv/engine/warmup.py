@@ -119,10 +119,10 @@ class GraphGrid:
 
     It goes through the page counts of sequences, fewest first. For each page count it captures all batch sizes, with
     and without prompts, until ``GRID_BYTES`` are used. Of the mixed passes that read or write compressed pages of their
-    prompts' sequences, it captures only one. With drafts it also captures steps that verify them: those of a single
-    sequence, or, if all sequences of a step draft together (``sparse`` and ``mtp``), those of the longest drafts of all
-    sequences, and the draft steps. The log says how far it came. A grid must be made while the engine has no sequences.
-    Without CUDA graphs it does nothing.
+    prompts' sequences, it captures only one. If all sequences of a step draft together (``sparse`` and ``mtp``), it
+    also captures the draft steps, and the steps that verify the longest drafts of all sequences. If drafts are from the
+    text, it first captures the steps that verify drafts of a single sequence, for all page counts. The log says how far
+    it came. A grid must be made while the engine has no sequences. Without CUDA graphs it does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -179,23 +179,30 @@ class GraphGrid:
         # One mixed pass with compressed sequences is enough: its capture compiles the kernels for all such passes.
         able = self.engine.cache.captures_compressing
         compressing = [(batch, rows, True) for batch, rows, _ in mixed[-1:] if able]
+        if config.speculation is not None and not self._together:
+            yield from (_Shape(runner, plan, *shapes[0]) for _, plan in plans[:1])
+            for _, plan in plans:
+                yield from self._of_drafts_from_text(plan)
         for number, (tokens, plan) in enumerate(plans):
             yield from (_Shape(runner, plan, *shape) for shape in (shapes if number else (*shapes, *compressing)))
-            if config.speculation is not None:
-                yield from self._of_drafts(plan)
+            if self._together:
+                yield from self._of_drafts_together(plan)
             if head is not None and not number:
                 batches = self._up_to(config.max_num_seqs * (config.drafted_tokens + 1))
                 yield from (_Shape(head, own, batch) for own in of_head for batch in batches)
             self._longest = tokens
 
-    def _of_drafts(self, plan: DecodePlan) -> Iterator[_Shape]:
+    def _of_drafts_from_text(self, plan: DecodePlan) -> Iterator[_Shape]:
+        """Yields the steps that verify drafts of one sequence, which is as long as that of ``plan``. Numbers of rows
+        are rounded up to powers of 2 (``planning.rounded``)."""
+        drafted, cache = self.engine.config.drafted_tokens, self.engine.cache
+        for bits in range(drafted.bit_length(), 0, -1):
+            yield _Shape(self.engine.runner, cache.forecast_rows(plan, 1, min(1 << bits, drafted + 1)))
+
+    def _of_drafts_together(self, plan: DecodePlan) -> Iterator[_Shape]:
         """Yields the model's draft steps, and the steps that verify drafts. Their sequences are as long as that of
         ``plan``."""
         config, cache, runner = self.engine.config, self.engine.cache, self.engine.runner
-        if not self._together:
-            for bits in range(1, config.drafted_tokens.bit_length() + 1):  # rows are rounded up to powers of 2
-                yield _Shape(runner, cache.forecast_rows(plan, 1, min(1 << bits, config.drafted_tokens + 1)))
-            return
         if cache.spec.drafts:
             if not any(group.compressed_pages for group in plan.groups):
                 return  # such sequences have no drafts

@@ -163,8 +163,8 @@ class Account:
         self.lose(self._cost)
 
     def lose(self, cost: float) -> None:
-        """Books a cost, in steps, of drafts that ``length`` allowed. They may not have been made: if the text has turned
-        out differently, the step has only waited for it."""
+        """Books a cost, in steps, of drafts that ``length`` allowed. If the text has turned out differently, they were
+        not made, and the step has only waited for them."""
         if self._is_trial:
             self._tried += cost
         else:
