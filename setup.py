@@ -22,7 +22,7 @@ from setuptools.command.egg_info import egg_info
 from setuptools.modified import newer_group
 
 CUDA_BUILDER = runpy.run_path("csrc/build_cuda.py")
-CPU_SOURCES = runpy.run_path("shadowkv/ops/cpu_sources.py")
+SOURCES = runpy.run_path("shadowkv/ops/sources.py")
 
 
 def skip(reason: object) -> None:
@@ -47,7 +47,7 @@ def extensions() -> list[Extension]:
         f"shadowkv._cpu_torch{major}_{minor}",  # PyTorch's interface in C++ changes with each minor version
         sources=sorted(map(str, Path("csrc/cpu").rglob("*.cpp"))),
         depends=["setup.py", *map(str, Path("csrc").glob("*.h")), *map(str, Path("csrc/cpu").rglob("*.h"))],
-        define_macros=[("SHADOWKV_CPU_SOURCES", f'"{CPU_SOURCES["digest"](Path())}"')],
+        define_macros=[("SHADOWKV_CPU_SOURCES", f'"{SOURCES["cpu_digest"](Path())}"')],
         include_dirs=["csrc", *include_paths()],
         library_dirs=library_paths(),
         libraries=["c10", "torch_cpu"],
@@ -86,7 +86,7 @@ class BuildIfPossible(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         built = Path(self.get_ext_filename(ext.name))  # in the tree, by an earlier build whose progress was seen
-        current = built.exists() and CPU_SOURCES["is_current"](built, Path())
+        current = built.exists() and SOURCES["is_current"](built, Path())
         if current and not newer_group([*ext.sources, *ext.depends], str(built)):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)

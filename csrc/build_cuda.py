@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FINDER = runpy.run_path(str(ROOT / "shadowkv/ops/cuda_compiler.py"))
+SOURCES = runpy.run_path(str(ROOT / "shadowkv/ops/sources.py"))
 TARGET, WORK = ROOT / "shadowkv/_cuda", ROOT / "build/cuda"
 TORCH = "0x{:02x}{:02x}000000000000".format(*FINDER["OLDEST_TORCH"])
 TUNED_FOR = "sm_90a"
@@ -105,8 +106,11 @@ def build(names: list[str] | None = None, target: Path = TARGET, work: Path = WO
     (work / "build.ninja").write_text("\n".join(lines) + "\n")
     print(f"CUDA ops: {len(names)} with {compiler}, for torch {torch.__version__}", flush=True)
     subprocess.run([ninja, "-C", str(work), *(f"{target}/{Path(name).stem}.so" for name in names)], check=True)
-    about = {"nvcc": compiler.version, "torch": torch.__version__}
-    (target / "built.json").write_text(json.dumps(about) + "\n")  # what shadowkv doctor says of them
+    record = target / "built.json"  # what shadowkv doctor says of them, and which sources they are built from
+    digests = json.loads(record.read_text()).get("sources", {}) if record.is_file() else {}
+    digests |= {op: SOURCES["cuda_digest"](sources[op], ROOT) for op in (Path(name).stem for name in names)}
+    about = {"nvcc": compiler.version, "torch": torch.__version__, "sources": digests}
+    record.write_text(json.dumps(about) + "\n")
     return target
 
 

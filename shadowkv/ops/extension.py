@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from shadowkv.installation import clone
-from shadowkv.ops.cpu_sources import is_current
 from shadowkv.ops.cuda_compiler import OLDEST_CAPABILITY, OLDEST_TORCH
 from shadowkv.ops.page import PAGE
 from shadowkv.ops.quantized.blocks import BLOCKS
 from shadowkv.ops.sign_scores.reference import RUN
 from shadowkv.ops.sketch_queries.reference import PLANES, plane_bytes
+from shadowkv.ops.sources import cuda_digest, is_current
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -169,10 +169,26 @@ def _dequantize_blocks(blocks: Tensor, form: str) -> Tensor:
     return blocks.new_empty(len(blocks), BLOCKS[form].columns((blocks,)), dtype=torch.float32)
 
 
+def _record() -> dict[str, Any]:
+    """What ``csrc/build_cuda.py`` has recorded of the CUDA libraries; empty if there is no record."""
+    path = CUDA_FOLDER / "built.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return record
+
+
 def built_with() -> str | None:
     """Returns the version of nvcc that built the CUDA libraries, such as ``13.0.88``; None if it is not recorded."""
-    about = CUDA_FOLDER / "built.json"
-    return str(json.loads(about.read_text())["nvcc"]) if about.is_file() else None
+    version = _record().get("nvcc")
+    return None if version is None else str(version)
+
+
+def _has_changed(name: str) -> bool:
+    """Whether a clone's sources of the CUDA library ``name`` are others than those that it was built from. Without a
+    clone, the library was installed together with the package."""
+    binding = None if (folder := clone()) is None else next(folder.glob(f"csrc/kernels/*/{name}.cu"), None)
+    if folder is None or binding is None:
+        return False
+    return bool(_record().get("sources", {}).get(name) != cuda_digest(binding, folder))
 
 
 def cuda_of_driver() -> tuple[int, int] | None:
@@ -212,6 +228,8 @@ def cuda_missing(name: str, *fakes: str, capability: tuple[int, int] | None = No
         return [Unbuilt("not built")]
     if built is not None and driver is not None and driver[0] < int(built.partition(".")[0]):
         return [Unbuilt(f"built with CUDA {built}, but the driver supports only CUDA {dotted(driver)}")]
+    if _has_changed(name):
+        return [Unbuilt(f"{path.name} was built from sources that have changed since")]
     return _load(path, "shadowkv_cuda", dict.fromkeys(fakes, lambda *_: None))
 
 

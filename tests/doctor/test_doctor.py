@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from shadowkv.engine.engine import Engine
 from shadowkv.kvcache import plugins
 from shadowkv.ops import extension, registry
 from shadowkv.ops.registry import CALLS
+from shadowkv.ops.sources import cuda_digest
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(text: str) -> dict[str, str]:
@@ -130,8 +134,16 @@ def test_a_library_of_attention_is_in_the_table(hopper: Path, monkeypatch: pytes
     assert table["paged_attention"].startswith("PyTorch ")
 
 
+def no_library(folder: Path) -> None:
+    """Writes a file that is no library, and a record that it is built with CUDA 13 from the clone's sources."""
+    digest = cuda_digest(ROOT / "csrc/kernels/sign_scores/sign_scores.cu", ROOT)
+    (folder / "sign_scores.so").write_bytes(b"none")
+    record = {"nvcc": "13.0.88", "torch": "2.13.0", "sources": {"sign_scores": digest}}
+    (folder / "built.json").write_text(json.dumps(record))
+
+
 def test_a_library_that_does_not_load_says_why(hopper: Path) -> None:
-    (hopper / "sign_scores.so").write_bytes(b"none")
+    no_library(hopper)
     [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
     assert choice.reason is not None and "sign_scores.so cannot be loaded: " in choice.reason
     assert "too short" in choice.reason or "invalid ELF" in choice.reason
@@ -145,8 +157,7 @@ def test_an_older_torch_is_told(hopper: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_libraries_of_a_later_cuda_than_the_drivers_are_left(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (hopper / "sign_scores.so").write_bytes(b"none")
-    (hopper / "built.json").write_text('{"nvcc": "13.0.88", "torch": "2.13.0"}')
+    no_library(hopper)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
     [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
     assert choice.reason == "cuda: built with CUDA 13.0.88, but the driver supports only CUDA 12.4"
@@ -155,6 +166,15 @@ def test_libraries_of_a_later_cuda_than_the_drivers_are_left(hopper: Path, monke
     extension.cuda_missing.cache_clear()
     [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
     assert choice.reason is not None and "cannot be loaded" in choice.reason
+
+
+@pytest.mark.parametrize("record", [{}, {"sources": {}}, {"sources": {"sign_scores": "0123"}}])
+def test_libraries_of_other_sources_are_left(hopper: Path, record: dict[str, Any]) -> None:
+    (hopper / "sign_scores.so").write_bytes(b"none")
+    (hopper / "built.json").write_text(json.dumps({"nvcc": "12.8.93", **record}))
+    [choice] = [choice for choice in choices().ops if choice.op == "sign_scores"]
+    assert choice.reason == "cuda: sign_scores.so was built from sources that have changed since"
+    assert choice.remedy is not None
 
 
 def test_an_older_gpu_has_nothing_to_do(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 // The digest of the sources that the library is built from. Python looks for it in the library's bytes
-// (shadowkv/ops/cpu_sources.py).
+// (shadowkv/ops/sources.py).
 
 namespace {
 

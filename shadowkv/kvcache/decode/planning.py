@@ -330,8 +330,8 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
 
 def _padded_starts(starts: np.ndarray, most_rows: int, rows: int) -> np.ndarray:
     """Adds sequences of padding rows to ``starts`` int64 [n + 1], until there are ``rows`` rows. Then adds sequences
-    without rows, until their number is one that ``round_up`` returns. At least one sequence is added, so that steps with
-    and without padding rows have the same shape."""
+    without rows, until their number is one that ``round_up`` returns. At least one sequence is added, so that steps
+    with and without padding rows have the same shape."""
     count, used = len(starts) - 1, int(starts[-1])
     more = round_up(count + max(1, -((used - rows) // most_rows))) - count
     return np.concatenate((starts, np.minimum(used + most_rows * np.arange(1, more + 1), rows)))
