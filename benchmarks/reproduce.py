@@ -24,8 +24,9 @@ from shadowkv.eval.records.predictions import Prediction, PredictionFile, read_p
 from shadowkv.eval.reports.statistics import mean_and_error
 
 RECORDED = Path(__file__).parent / "results" / "h200" / "ruler_four_seeds"
-POLICIES = ("full", "full:prefill=sparse", "turbo", "turbo:prefill=sparse")
-"""The table's rows. Not every column has all of them."""
+DEFAULT = "turbo:prefill=sparse"
+POLICIES = ("full", "full:prefill=sparse", DEFAULT, f"{DEFAULT},values=rotated-3bit,min_budget=640")
+"""The table's rows with sparse prefill; the last is the default before. Not every column has all of them."""
 
 Sample = tuple[str, str]
 """A sample's task and id."""

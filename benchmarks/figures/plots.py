@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.figures import models, speed
-from benchmarks.figures.answers import DEFAULT, FORMER, FOUR_SEEDS
+from benchmarks.figures.answers import BEFORE, DEFAULT, FORMER, FOUR_SEEDS
 from benchmarks.figures.results import number, pooled, report, ruler, whole
 
 INK = "#808080"
@@ -109,8 +109,10 @@ def answers() -> Plot:
     series: dict[str, list[Values]] = {}
     for label, kv in (("turbo, sparse prefill", DEFAULT), ("full, sparse prefill", "full:prefill=sparse")):
         former = (ruler(folder)[length, "all", kv] for folder, length in FORMER.values())
-        series[label] = [score.difference or () for score in (*(scores[kv] for scores in today), *former)]
-    groups = *FOUR_SEEDS, *(f"{name}: former defaults" for name in FORMER)
+        own = (scores[kv] if kv in scores else scores[f"{kv},{BEFORE}"] for scores in today)
+        series[label] = [score.difference or () for score in (*own, *former)]
+    names = (name if DEFAULT in scores else f"{name}: before" for name, scores in zip(FOUR_SEEDS, today, strict=True))
+    groups = *names, *(f"{name}: former defaults" for name in FORMER)
     return Plot("intervals", "points of RULER lost or gained, beside full attention", series, groups)
 
 

@@ -131,7 +131,8 @@ def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str
     before = drafts.stats.num_drafts, drafts.stats.num_accepted_tokens
     times: dict[Engine, list[list[float]]] = {plain: [], drafting: []}
     for prompt, params in requests(plain, task, context, args.tokens, args.prompts):
-        wanted = [answer(engine, prompt, params)[0] for engine in times][0]  # fills both prefix caches
+        first = {engine: answer(engine, prompt, params)[0] for engine in times}  # fills the prefix caches
+        wanted = first[plain]
         for engine in times:
             times[engine].append([])
         for _ in range(args.rounds):

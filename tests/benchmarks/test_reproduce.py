@@ -43,7 +43,7 @@ def test_the_record_beside_itself_has_its_figures(column: reproduce.Column, tmp_
     assert [line.split("|")[2].strip() for line in lines[-4:]] == [
         "69.8 (69.8); +0.0 ± 0.0, n = 325",
         "-0.1 (-0.1); +0.0 ± 0.0, n = 325",
-        "+0.0 (+0.0); +0.0 ± 0.0, n = 325",
+        "-0.0 (-0.0); +0.0 ± 0.0, n = 325",
         "-0.6 (-0.6); +0.0 ± 0.0, n = 325",
     ]
 
