@@ -1,11 +1,11 @@
 """Measures decode speed with drafts relative to that without, and the drafted tokens that are accepted. Answers are
-those of a real model: quoted text, edited text (with the original as ``prediction``), free chats, and continuations of
-essays or source files.
+those of a real model: quoted text, edited text (with the original as ``prediction``), answers to questions about a
+text, free chats, and continuations of essays or source files.
 
 An engine with drafts and one without run in one process with the same weights. They answer in turn, ``--rounds`` times.
 If the answers differ, a message is printed. Rows that the file already has are not measured again. A prompt's time is
-the median over rounds of the time from the first token to the last. A row's ratio is the sum of these times without
-drafts, divided by the sum with drafts:
+the median over rounds of the seconds from the first token to the last, divided by the number of tokens after the first.
+A row's ratio is the sum of these times without drafts, divided by the sum with drafts:
 
     python -m benchmarks.serving.speculation --model smollm2-135m-64k-chat --out results/speculation.csv
 
@@ -55,8 +55,10 @@ CHATS = (
     "Explain to a child why the sky is blue and sunsets are red.",
     "Write a polite message to my neighbour about the noise at night.",
 )
+SUBJECTS = ("startups", "work", "school", "money")
+"""What the task ``questions`` asks about."""
 KEY = COLUMNS[:6]
-TASKS = ("quote", "edit", "chat")
+TASKS = ("quote", "edit", "questions", "chat")
 KNOWN = "known"
 REPLACED_EVERY = 16
 """One in this many tokens of a known answer is replaced in the prediction."""
@@ -105,6 +107,11 @@ def requests(
     text, number = "", 0
     while len(engine.tokenizer.encode(text)) < context:
         text, number = f"{text} {sentences[number % len(sentences)]}".strip(), number + 1
+    if task == "questions":
+        for subject in SUBJECTS:
+            ask = f"What does the following text say about {subject}? Quote the sentences that you rely on."
+            yield prompt(f"{ask}\n\n{text}"), replace(params, ignore_eos=False)
+        return
     ask = "Repeat the following text word for word."
     if task == "edit":
         ask = f"Repeat the following text, but write {OTHER!r} wherever it has {WORD!r}."
@@ -113,14 +120,14 @@ def requests(
 
 
 def answer(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[list[int], float]:
-    """Returns the tokens of an answer, and the seconds from its first token to its last."""
+    """Returns the tokens of an answer, and the seconds of each token after the first."""
     engine.add_request("alone", prompt, params)
     said, first = list[int](), 0.0
     while engine.has_work:
         said += [token for output in engine.step() for token in output.token_ids]
         if said and not first:
             first = time.perf_counter()
-    return said, time.perf_counter() - first
+    return said, (time.perf_counter() - first) / max(1, len(said) - 1)
 
 
 def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str, context: int) -> dict[str, Any]:
@@ -144,9 +151,8 @@ def measure(args: argparse.Namespace, plain: Engine, drafting: Engine, task: str
     rounds = drafts.stats.num_drafts - before[0]
     without, with_drafts = (sum(map(statistics.median, times[engine])) for engine in (plain, drafting))
     pairs = [sum(a) / sum(b) for a, b in zip(zip(*times[plain]), zip(*times[drafting]), strict=True)]
-    made = (args.tokens - 1) * len(times[plain])
     accepted = (drafts.stats.num_accepted_tokens - before[1]) / max(1, rounds)
-    given = (args.model, kv, args.method, args.k, task, context, 1, accepted, made / with_drafts)
+    given = (args.model, kv, args.method, args.k, task, context, 1, accepted, len(times[plain]) / with_drafts)
     load = Path("/proc/loadavg").read_text(encoding="ascii").split()[0]
     figures = (*given, without / with_drafts, min(pairs), max(pairs), load)
     return dict(zip(COLUMNS, figures, strict=True)) | about(drafting)
