@@ -28,7 +28,7 @@ wheel: .venv/.installed .venv/.installed-nvcc ## Make a wheel with the C++ and t
 	$(PY) csrc/build_cuda.py
 	SHADOWKV_CUDA_OPS=yes $(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
-reproduce: .venv/.installed-eval ## Measure README's RULER table again, on a GPU: 5 minutes of an H200
+reproduce: .venv/.installed-eval ## Measure README's RULER table again, on a GPU: at most 10 minutes of an H200
 	$(PY) -m benchmarks.reproduce --out results/reproduce $(ARGS)
 
 # One thread each: tensors of tests are small. A worker takes up to 5 GB of memory. Files are begun in the order of
