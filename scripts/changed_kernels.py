@@ -8,17 +8,14 @@ where they are the same. A change of a header counts for every op that includes 
 
 from __future__ import annotations
 
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CSRC = ROOT / "csrc"
-BUILDER = CSRC / "build_cuda.py"
+BUILDER = ROOT / "csrc/build_cuda.py"
 """A change of the flags that it has counts for all ops."""
-INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 def git(*arguments: str) -> str:
@@ -33,28 +30,17 @@ def landed() -> str:
     return next((base for base in bases if base not in ("", head)), "HEAD~1")
 
 
-def included(source: Path) -> set[Path]:
-    """A source and every file of ``csrc`` that it includes, also through others."""
-    seen, left = set[Path](), [source]
-    while left:
-        file = left.pop()
-        seen.add(file)
-        for name in INCLUDE.findall(file.read_text(encoding="utf-8")):
-            places = (file.parent / name, CSRC / name)
-            left += [place.resolve() for place in places if place.exists() and place.resolve() not in seen]
-    return seen
-
-
 def main() -> None:
     since = sys.argv[1] if len(sys.argv) > 1 else landed()
-    bindings = runpy.run_path(str(BUILDER))["bindings"]()
+    builder = runpy.run_path(str(BUILDER))
+    bindings, sources_of = builder["bindings"](), builder["SOURCES"]["cuda_sources"]
     if not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}"):
         print(f"no commit {since} is here to compare with: all ops count as changed", file=sys.stderr)
         print(*bindings)
         return
     names = git("diff", "--name-only", since).splitlines()
     changed = {ROOT / name for name in (*names, *git("ls-files", "--others", "--exclude-standard").splitlines())}
-    print(*(op for op, source in bindings.items() if changed & {BUILDER, *included(source)}))
+    print(*(op for op, source in bindings.items() if changed & {BUILDER, *sources_of(source, ROOT)}))
 
 
 if __name__ == "__main__":

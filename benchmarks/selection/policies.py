@@ -74,6 +74,9 @@ def _print_table(title: str, rows: list[dict[str, str]]) -> None:
     for row in rows:
         by_prompt.setdefault((row["seed"], row["prompt"]), {})[row["kv"]] = row
     shared = [of_prompt for of_prompt in by_prompt.values() if len(of_prompt) == len(policies)]
+    if not shared:
+        print(f"\n{title}: no prompt has all policies")
+        return
     kl, variation, disagreement = (
         np.array([[float(of_prompt[kv][name]) for kv in policies] for of_prompt in shared]) for name in COMPARED
     )

@@ -25,7 +25,7 @@ from shadowkv.kvcache.batch import Batch, Part
 from shadowkv.kvcache.decode.decode_attention import ExactLayers, QueryHook, SelectionHook
 from shadowkv.kvcache.decode.decode_batch import DecodePlan
 from shadowkv.kvcache.decode.fetching import FetchCounts
-from shadowkv.kvcache.decode.planning import rounded
+from shadowkv.kvcache.decode.planning import round_up, rounded
 from shadowkv.kvcache.group import LayerGroup
 from shadowkv.kvcache.memory.arenas import Blocks
 from shadowkv.kvcache.memory.streams import upload
@@ -424,9 +424,18 @@ class KVCache:
 
     def rounded(self, plan: DecodePlan, max_batch: int, batch: int | None = None) -> DecodePlan:
         """Returns ``plan`` with its shapes rounded up, so that few captured graphs serve many steps, with drafts of
-        different lengths or without. ``batch`` sets the number of rows; None rounds it up too."""
+        different lengths or without.
+
+        Args:
+            max_batch: limit on the rounded number of rows; a plan with more rows keeps its number.
+            batch: the number of rows; None rounds it up.
+        """
+        if batch is None:
+            # Rows of a single sequence are rounded up to a power of 2, so that few graphs serve drafts of any length.
+            alone = [own.most_rows for own in plan.groups if own.starts is not None and len(own.starts) == 2]
+            batch = max(min(alone[0] if alone else round_up(plan.num_rows), max_batch), plan.num_rows)
         of_all = zip(self.groups, plan.groups, strict=True)
-        groups = tuple(rounded(own, max_batch, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
+        groups = tuple(rounded(own, group.layout.spec, group.pool.tables, batch) for group, own in of_all)
         recurrent = self._padding_rows(len(groups[0].sequences.slot))
         if recurrent is not None and plan.recurrent is not None:
             recurrent[:, : plan.num_rows] = plan.recurrent

@@ -31,22 +31,25 @@ def is_current(library: Path, root: Path) -> bool:
     return cpu_digest(root).encode() in library.read_bytes()
 
 
-def cuda_digest(binding: Path, root: Path) -> str:
-    """Returns the digest of a CUDA source ``binding`` and of all files that it includes, directly or not.
+def cuda_sources(binding: Path, root: Path) -> set[Path]:
+    """Returns a CUDA source ``binding`` and all files that it includes, directly or not.
 
     Args:
         root: a clone's folder.
     """
-    found, left = {binding.resolve()}, [binding.resolve()]
+    found, left = set[Path](), [binding.resolve()]
     while left:
         path = left.pop()
+        found.add(path)
         for name in INCLUDE.findall(path.read_text(encoding="utf-8")):
             places = ((folder / name).resolve() for folder in (path.parent, root / "csrc"))
-            included = next((place for place in places if place.is_file()), None)
-            if included is not None and included not in found:
-                found.add(included)
-                left.append(included)
-    return _digest(binding.resolve().parent, found)
+            left += [place for place in places if place.is_file() and place not in found]
+    return found
+
+
+def cuda_digest(binding: Path, root: Path) -> str:
+    """Returns the digest of ``cuda_sources``. Arguments are as there."""
+    return _digest(binding.resolve().parent, cuda_sources(binding, root))
 
 
 def _digest(folder: Path, paths: Iterable[Path]) -> str:

@@ -25,7 +25,9 @@ class Words:
 @pytest.mark.parametrize(("task", "prompts", "most"), [("quote", 1, 20), ("edit", 1, 20), ("questions", 4, 20)])
 def test_tasks_of_a_text(task: str, prompts: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only answers to questions may end before the maximum number of tokens."""
-    monkeypatch.setattr(speculation, "haystack", lambda data: SimpleNamespace(sentences=["Extraordinarily many people."]))
+    monkeypatch.setattr(
+        speculation, "haystack", lambda data: SimpleNamespace(sentences=["Extraordinarily many people."])
+    )
     made: Any = [*speculation.requests(SimpleNamespace(tokenizer=Words()), task, 100, most, 3)]  # type: ignore[arg-type]
     assert len(made) == prompts
     for prompt, params in made:

@@ -158,7 +158,7 @@ def test_waits_for_drafts_that_are_never_made_cost_little() -> None:
     gate, times, lost = Gate(AcceptanceRates(None, 16, 1024)), measured(0.05), 0.0
     for steps in range(200):
         if gate.length(20, 8, times, 1, 1, steps):
-            gate.waited(0.5)
+            gate.waiting()(0.5)
             lost += 0.5
     assert 1 <= lost <= 0.02 * 200 + 0.5
 

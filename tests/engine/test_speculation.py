@@ -26,6 +26,7 @@ from shadowkv.engine.engine import Engine
 from shadowkv.engine.execution import cuda_graphs
 from shadowkv.engine.outputs import TokenOutput
 from shadowkv.engine.speculation.gate import Account, Gate
+from shadowkv.kvcache.decode import planning
 from shadowkv.wording import SettingsError
 from tests.models.families import build
 
@@ -284,22 +285,20 @@ def test_a_step_ahead_goes_on_where_nothing_matches(make: Any, monkeypatch: pyte
     assert_empty(engine)
 
 
-def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock on which a step takes 1, and the host 0.25 where a step is not launched ahead. A step with drafts
-    costs the waits before and after it, and a wait after which nothing was drafted is a loss of its request. Where the
-    host chooses tokens, every step waits."""
+@pytest.fixture
+def clocked(make: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An engine that drafts from the text, on a clock on which a step takes 1, and the host 0.25 where a step is not
+    launched ahead."""
     clock = clock_of_steps(monkeypatch)
-    draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 3))
     engine = make(kv="full", speculative_config=SUFFIX)
     engine.decode_steps.run_ahead, decode = True, engine.runner.decode
-
-    def timed(sequences: Any, last: Any, sources: list[int], *others: Any) -> Any:
-        clock.now += 1
-        return decode(sequences, last, sources, *others)
-
     drafting = engine.decode_steps.speculation
     assert drafting is not None
-    drafts, taken = drafting.drafts, list[tuple[int, float]]()
+    drafts = drafting.drafts
+
+    def timed(*given: Any) -> Any:
+        clock.now += 1
+        return decode(*given)
 
     def slow(*given: Any) -> Any:
         clock.now += 0.25
@@ -307,18 +306,70 @@ def test_the_wait_for_a_draft_is_part_of_its_steps_time(make: Any, monkeypatch: 
 
     monkeypatch.setattr(engine.runner, "decode", timed)
     monkeypatch.setattr(drafting, "drafts", slow)
+    return engine
+
+
+def test_the_wait_for_a_draft_is_part_of_its_steps_time(clocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with drafts costs the waits before and after it. Where the host chooses tokens, every step waits."""
+    draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 3))
+    drafting, taken = clocked.decode_steps.speculation, list[tuple[int, float]]()
     monkeypatch.setattr(drafting, "took", lambda lengths, rows, seconds: taken.append((rows, seconds)))
-    lost = list[float]()
-    monkeypatch.setattr(Account, "lose", lambda self, cost: lost.append(cost))
-    monkeypatch.setattr(Gate, "judge", lambda self, drafted, accepted: None)
     for params, wait in ((PLAIN, 0.25), (replace(PLAIN, repetition_penalty=1.3), 0.0)):
-        engine.add_request("a", prompt(1, 30), replace(params, max_tokens=30))
-        drain(engine)
+        clocked.add_request("a", prompt(1, 30), replace(params, max_tokens=30))
+        drain(clocked)
         assert {seconds for rows, seconds in taken if rows > 1} == {1 + wait, 1 + 2 * wait}  # the latter: one alone
         assert {seconds for rows, seconds in taken if rows == 1} == {1.0}
-        assert {*lost} == ({wait} if wait else set())
         taken.clear()
-        lost.clear()
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_wait_after_which_nothing_is_drafted_is_a_loss(
+    clocked: Any, monkeypatch: pytest.MonkeyPatch, is_trial: bool
+) -> None:
+    """Of the kind that the expected draft would have been. Every fifth token ends a match that the one before had."""
+    draft_by(monkeypatch, lambda request: [5] * (len(request.output_token_ids) % 5 == 2))
+    lost = list[tuple[bool, float]]()
+    monkeypatch.setattr(Account, "_lose", lambda self, trial, cost: lost.append((trial, cost)))
+    waiting = Gate.waiting
+
+    def expected(gate: Gate) -> Any:
+        gate._account._is_trial = is_trial
+        book = waiting(gate)
+        gate._account._is_trial = not is_trial  # as of another draft that was asked for since
+        return book
+
+    monkeypatch.setattr(Gate, "waiting", expected)
+    clocked.add_request("a", prompt(1, 30), replace(PLAIN, max_tokens=30))
+    drain(clocked)
+    assert lost == 6 * [(is_trial, 0.25)]
+
+
+def test_drafts_of_one_long_sequence_with_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with windows read pages row by row, the others once for all rows. All have as many rows in a graph."""
+    monkeypatch.setattr(planning, "MIN_EXACT_PAGES", 4)
+    model = make_model("gemma3_text", tmp_path)
+    asked = [token % 90 for token in prompt(1, 400)]
+
+    def answer(engine: Engine) -> list[int]:
+        engine.add_request("a", asked, replace(PLAIN, max_tokens=60))
+        return tokens(drain(engine)["a"])
+
+    wanted = answer(engine_of(model, dtype="float32"))
+    right = mostly({"a": wanted})
+    draft_by(monkeypatch, lambda request: right(request)[: len(request.output_token_ids) % 7])
+    engine = with_graphs(engine_of(model, dtype="float32", speculative_config=SUFFIX), monkeypatch, Graph)
+    rounded, starts = engine.cache.rounded, set[bool]()
+
+    def spy(*given: Any) -> Any:
+        plan = rounded(*given)
+        assert len({group.shape[0] for group in plan.groups}) == 1
+        starts.update(group.starts is not None for group in plan.groups if plan.num_rows > 1)
+        return plan
+
+    monkeypatch.setattr(engine.cache, "rounded", spy)
+    assert answer(engine) == wanted
+    assert starts == {False, True} and min(counts(engine)) > 5
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("kv", ["full", "turbo:budget=0.5"])

@@ -13,9 +13,9 @@ import pytest
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two ops, one of which includes a header through another, as they landed."""
+    own = "csrc/build_cuda.py", "shadowkv/ops/cuda_compiler.py", "shadowkv/ops/sources.py"
     sources = {
-        "csrc/build_cuda.py": (changed_kernels.ROOT / "csrc/build_cuda.py").read_text(),
-        "shadowkv/ops/cuda_compiler.py": (changed_kernels.ROOT / "shadowkv/ops/cuda_compiler.py").read_text(),
+        **{name: (changed_kernels.ROOT / name).read_text() for name in own},
         "csrc/constants.h": "",
         "csrc/kernels/add/add.cuh": '#include "constants.h"\n',
         "csrc/kernels/add/add.cu": '#include "add.cuh"\n#include <vector>\n',
@@ -25,7 +25,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(changed_kernels, "ROOT", tmp_path)
-    monkeypatch.setattr(changed_kernels, "CSRC", tmp_path / "csrc")
     monkeypatch.setattr(changed_kernels, "BUILDER", tmp_path / "csrc/build_cuda.py")
     monkeypatch.setattr(sys, "argv", ["changed_kernels.py"])
     git(tmp_path, "init", "-q", "-b", "main")

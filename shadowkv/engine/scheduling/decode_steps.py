@@ -17,7 +17,7 @@ With a quality meter, some steps are preceded by a narrow step of the same token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -72,7 +72,7 @@ class DecodeSteps:
         self._drafted: DraftedRows | None = None
         self._last: Mark | None = None
         self._cost: tuple[list[int], int, float] | None = None  # of the last step, if it had drafts of the host
-        self._awaited = False  # whether the next step is not launched ahead because it may have a draft
+        self._awaited: Callable[[float], None] | None = None  # of ``Speculation.expects``, if the next step waits
         self.held = HeldRows(runner, scheduler)
 
     @property
@@ -164,8 +164,8 @@ class DecodeSteps:
             self._cost = step.lengths, len(step.logits), computed + idle
         else:
             speculation.took(step.lengths, len(step.logits), computed)
-            if step.awaited:
-                speculation.waited(len(step.rows), idle / computed)
+            if step.awaited is not None:
+                step.awaited(len(step.rows) * idle / computed)
 
     def prompted(self, prompts: Sequence[Running]) -> None:
         """Must be called when a prefill of ``prompts`` has ended, before another pass."""
@@ -201,7 +201,7 @@ class DecodeSteps:
             return True
         of_step = [running.request for running in step.rows], [running.sequence for running in step.rows]
         self._awaited = self.speculation.expects(*of_step)
-        return not self._awaited
+        return self._awaited is None
 
     def forget(self, running: Running) -> None:
         """Removes from an ending sequence the tokens that a step ahead or a draft has appended."""
@@ -252,7 +252,7 @@ class DecodeSteps:
         captured, eager = self.runner.captures > captures, self.runner.eager_runs > eager_runs
         ahead = [source >= 0 for source in sources] + [False] * len(prompts)
         count = sum(len(ids) for _, ids in work)
-        awaited, self._awaited = self._awaited and before is None, False
+        awaited, self._awaited = (None if before is not None else self._awaited), None
         about = captured, eager, asking, record, count, drafts, awaited, checked
         try:
             return _Step([*rows, *prompts], ahead, logits, self.runner, started, *about)
@@ -292,7 +292,7 @@ class _Step:
         record: SelectionRecord | None,
         prompt_tokens: int,
         drafts: list[list[int]],
-        awaited: bool,
+        awaited: Callable[[float], None] | None,
         checked: Checked | None,
     ) -> None:
         self.rows, self.drafts, self.checked, self.started = rows, drafts, checked, started

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -73,8 +73,11 @@ class ModelDrafts(Speculation):
         self.account.spend()
         return self._draft(requests, sequences, counts)
 
-    def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
-        return any(self._counts(requests, sequences, [self._most] * len(requests)))
+    def expects(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence]
+    ) -> Callable[[float], None] | None:
+        drafted = any(self._counts(requests, sequences, [self._most] * len(requests)))
+        return self.account.losing() if drafted else None
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         super().judge(request, drafted, accepted)

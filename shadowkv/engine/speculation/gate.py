@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 KEPT_TIMES = 7
@@ -160,12 +161,15 @@ class Account:
 
     def spend(self) -> None:
         """Books the cost of drafts of the length that ``length`` returned."""
-        self.lose(self._cost)
+        self.losing()(self._cost)
 
-    def lose(self, cost: float) -> None:
-        """Books a cost, in steps, of drafts that ``length`` allowed. If the text has turned out differently, they were
-        not made, and the step has only waited for them."""
-        if self._is_trial:
+    def losing(self) -> Callable[[float], None]:
+        """Returns a function that books a cost, in steps, of the drafts that ``length`` has allowed, also if ``length``
+        has been called again since."""
+        return partial(self._lose, self._is_trial)
+
+    def _lose(self, is_trial: bool, cost: float) -> None:
+        if is_trial:
             self._tried += cost
         else:
             self._balance -= cost
@@ -202,9 +206,10 @@ class Gate:
         self._matched, rate = matched, self._own.rate(matched)
         return self._account.length([(rate, most)], lambda count: times.seconds(rows + count), sequences, steps)
 
-    def waited(self, cost: float) -> None:
-        """Records that a step has waited for a draft of this request, for ``cost`` steps, and that none was made."""
-        self._account.lose(cost)
+    def waiting(self) -> Callable[[float], None]:
+        """Returns a function that books the cost, in steps, of waiting for the draft that ``length`` has allowed, if
+        none is made."""
+        return self._account.losing()
 
     def judge(self, drafted: int, accepted: int) -> None:
         """Records how many of the drafted tokens were accepted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -66,15 +66,6 @@ class Speculation(ABC):
         host. ``lengths`` are those of the step's sequences."""
         self._times[kind_of(lengths)].add(rows, seconds)
 
-    def waited(self, sequences: int, share: float) -> None:
-        """Records that the device waited for tokens because ``expects`` returned True, and that nothing was drafted.
-
-        Args:
-            sequences: number of sequences of the step.
-            share: the time for which the device waited, as a share of the step's time.
-        """
-        return
-
     def prompted(self, requests: Sequence[Request]) -> None:
         """Called when the model has computed the prompts of requests, before another pass. They are all prompts of a
         pass, in its order."""
@@ -102,8 +93,14 @@ class Speculation(ABC):
         """
 
     @abstractmethod
-    def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
-        """Whether the next step of these requests may have a draft. Arguments are as in ``drafts``."""
+    def expects(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence]
+    ) -> Callable[[float], None] | None:
+        """Says whether the next step of these requests may have a draft. Arguments are as in ``drafts``.
+
+        Returns None if it has none. Otherwise returns a function for the case that the device waits and nothing is
+        drafted: it books the cost of the wait, in steps of a sequence.
+        """
 
     def accepted(self, request: Request, draft: Sequence[int]) -> int | None:
         """Returns how many tokens of a draft are accepted whatever the model says. Returns None if the model decides:
@@ -144,7 +141,6 @@ class TextDrafts(Speculation):
         super().__init__(config, max_rows)
         self._max_drafted = max_rows if max_drafted is None else max_drafted
         self._requests: WeakKeyDictionary[Request, _Drafts] = WeakKeyDictionary()
-        self._expected: _Drafts | None = None  # those for which ``expects`` last returned True
 
     def drafts(
         self, requests: Sequence[Request], sequences: Sequence[CachedSequence], most: Sequence[int]
@@ -157,16 +153,14 @@ class TextDrafts(Speculation):
             rows += len(drafts[-1])
         return drafts if rows > len(requests) else []
 
-    def expects(self, requests: Sequence[Request], sequences: Sequence[CachedSequence]) -> bool:
-        """Whether a request's known text would have a draft, so that the next step may have one."""
+    def expects(
+        self, requests: Sequence[Request], sequences: Sequence[CachedSequence]
+    ) -> Callable[[float], None] | None:
+        """A draft is expected if a request's known text would have one."""
         rows, times = len(requests), self._times_of(sequences)
         owns = (self._of(request) for request in requests)
-        self._expected = next((own for own in owns if own.draft(self._most, times, rows, rows)), None)
-        return self._expected is not None
-
-    def waited(self, sequences: int, share: float) -> None:
-        if self._expected is not None:
-            self._expected.gate.waited(sequences * share)
+        expected = next((own for own in owns if own.draft(self._most, times, rows, rows)), None)
+        return None if expected is None else expected.gate.waiting()
 
     def judge(self, request: Request, drafted: int, accepted: int) -> None:
         super().judge(request, drafted, accepted)

@@ -285,18 +285,9 @@ def padding_rows(tables: Tables, count: int) -> tuple[SequenceNumbers, SegmentNu
     return SequenceNumbers(*sequence), SegmentNumbers(*segment)
 
 
-def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch: int | None = None) -> GroupPlan:
-    """Returns ``plan`` with shapes rounded up.
-
-    Args:
-        max_batch: limit on the rounded number of rows; a plan with more rows keeps its number.
-        batch: the number of rows; None rounds it up.
-    """
+def rounded(plan: GroupPlan, spec: KVSpec, tables: Tables, batch: int) -> GroupPlan:
+    """Returns ``plan`` with shapes rounded up and ``batch`` rows."""
     count, rows, most = plan.shape[:3]
-    if batch is None:
-        # The rows of a single sequence are rounded up to a power of 2, so that few graphs serve drafts of any length.
-        alone = plan.starts is not None and len(plan.starts) == 2
-        batch = max(min(plan.most_rows if alone else round_up(count), max_batch), count)
     exact = min(1 << (max(plan.exact_pages, MIN_EXACT_PAGES) - 1).bit_length(), tables.exact.shape[1])
     compressed = plan.compressed_pages and min(round_up(max(plan.compressed_pages, MIN_PAGES)), tables.pages.shape[1])
     budget = int(spec.budget_chunks(np.asarray(compressed * PAGE + spec.local + PAGE))) if compressed else 0
@@ -330,10 +321,10 @@ def rounded(plan: GroupPlan, max_batch: int, spec: KVSpec, tables: Tables, batch
 
 def _padded_starts(starts: np.ndarray, most_rows: int, rows: int) -> np.ndarray:
     """Adds sequences of padding rows to ``starts`` int64 [n + 1], until there are ``rows`` rows. Then adds sequences
-    without rows, until their number is one that ``round_up`` returns. At least one sequence is added, so that steps
-    with and without padding rows have the same shape."""
+    without rows, until their number is one that ``round_up`` returns. At least one is added to a single sequence, so
+    that its steps with and without padding rows have the same shape."""
     count, used = len(starts) - 1, int(starts[-1])
-    more = round_up(count + max(1, -((used - rows) // most_rows))) - count
+    more = round_up(max(count - (used - rows) // most_rows, 2)) - count
     return np.concatenate((starts, np.minimum(used + most_rows * np.arange(1, more + 1), rows)))
 
 

@@ -35,8 +35,8 @@ NARROW = 512
 less redundancy: the same error of keys and values costs them more answers."""
 
 NARROW_BUDGET = 1280
-"""The minimum of ``SKETCH_BUDGET`` for models with narrow keys, whose values have 4 bits by default. With both, the KL
-to full attention is about half of that with 640 tokens and 3 bits (docs/benchmarks/answers.md)."""
+"""The minimum of ``SKETCH_BUDGET`` for models with narrow keys, whose values have 4 bits by default. With both, they
+lose 0.2 to 0.7 points of RULER less than with 640 tokens and 3 bits (docs/benchmarks/answers.md)."""
 
 MIN_SEGMENT = 256
 """With the default budget, a tail is compressed only if it has this many tokens besides the sink, the outliers and the
