@@ -111,9 +111,10 @@ def answers() -> Plot:
         former = (ruler(folder)[length, "all", kv] for folder, length in FORMER.values())
         own = (scores[kv] if kv in scores else scores[f"{kv},{BEFORE}"] for scores in today)
         series[label] = [score.difference or () for score in (*own, *former)]
-    names = (name if DEFAULT in scores else f"{name}: before" for name, scores in zip(FOUR_SEEDS, today, strict=True))
-    groups = *names, *(f"{name}: former defaults" for name in FORMER)
-    return Plot("intervals", "points of RULER lost or gained, beside full attention", series, groups)
+    of_today = zip(FOUR_SEEDS, today, strict=True)
+    groups = [name if DEFAULT in scores else f"{name}: default before" for name, scores in of_today]
+    groups += [f"{name}: former defaults" for name in FORMER]
+    return Plot("intervals", "points of RULER lost or gained, beside full attention", series, tuple(groups))
 
 
 def budgets() -> Plot:
