@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.figures.answers import BEFORE, DEFAULT
 from shadowkv.eval.records.predictions import Prediction, PredictionFile, read_predictions, write_text
 from shadowkv.eval.reports.statistics import mean_and_error
 
 RECORDED = Path(__file__).parent / "results" / "h200" / "ruler_four_seeds"
-DEFAULT = "turbo:prefill=sparse"
-POLICIES = ("full", "full:prefill=sparse", DEFAULT, f"{DEFAULT},values=rotated-3bit,min_budget=640")
+POLICIES = ("full", "full:prefill=sparse", DEFAULT, f"{DEFAULT},{BEFORE}")
 """The table's rows with sparse prefill; the last is the default before. Not every column has all of them."""
 
 Sample = tuple[str, str]

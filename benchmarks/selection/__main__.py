@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.selection.prompts import add_prompt_arguments, prompts_of
+from benchmarks.selection.prompts import add_prompt_arguments, in_turn
 from benchmarks.selection.rules import FORMER, MOST, RULES, ByRule
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from benchmarks.sweeps.rows import append
@@ -195,22 +195,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
     done = {(row["seed"], row["length"], row["prompt"]) for row in measured}
     follower = Follower(loaded, capacity, args.seed)
-    of_kinds = [
-        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
-    ]
-    for number in range(args.prompts):
-        for kind, prompts in zip(args.text, of_kinds, strict=True):
-            prompt, steps = prompts[number]
-            if (str(args.seed), str(args.length), prompt.name) in done:
-                continue
-            if time.perf_counter() > until:
-                return 0
-            start = time.perf_counter()
-            about = {"commit": str(commit()), "seed": str(args.seed), "length": str(args.length)}
-            about |= {"text": kind, "prompt": prompt.name}
-            new = [about | row for row in follower.follow(prompt.tokens, steps, ends, until)]
-            append(args.out, list(new[0]), new)
-            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    for kind, prompt, steps in in_turn(args, loaded):
+        if (str(args.seed), str(args.length), prompt.name) in done:
+            continue
+        if time.perf_counter() > until:
+            return 0
+        start = time.perf_counter()
+        about = {"commit": str(commit()), "seed": str(args.seed), "length": str(args.length)}
+        about |= {"text": kind, "prompt": prompt.name}
+        new = [about | row for row in follower.follow(prompt.tokens, steps, ends, until)]
+        append(args.out, list(new[0]), new)
+        print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
 
 

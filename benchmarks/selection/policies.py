@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from benchmarks.selection.prompts import add_prompt_arguments, prompts_of
+from benchmarks.selection.prompts import add_prompt_arguments, in_turn
 from benchmarks.selection.quality_meter import COMPARED
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from benchmarks.sweeps.rows import append, read
@@ -110,22 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=args.length + 2 * args.new_tokens))
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
     done = {(row["seed"], row["length"], row["prompt"], row["kv"]) for row in rows}
-    of_kinds = [
-        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
-    ]
-    for number in range(args.prompts):
-        for kind, prompts in zip(args.text, of_kinds, strict=True):
-            prompt, steps = prompts[number]
-            seed, length = str(args.seed), str(args.length)
-            left = {kv: spec for kv, spec in specs.items() if (seed, length, prompt.name, kv) not in done}
-            if not left:
-                continue
-            start = time.perf_counter()
-            about = {"commit": str(commit()), "seed": seed, "length": length, "text": kind, "prompt": prompt.name}
-            new = [about | row for row in follow(loaded, left, prompt.tokens, steps, ends)]
-            if new:
-                append(args.out, list(new[0]), new)
-            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    for kind, prompt, steps in in_turn(args, loaded):
+        seed, length = str(args.seed), str(args.length)
+        left = {kv: spec for kv, spec in specs.items() if (seed, length, prompt.name, kv) not in done}
+        if not left:
+            continue
+        start = time.perf_counter()
+        about = {"commit": str(commit()), "seed": seed, "length": length, "text": kind, "prompt": prompt.name}
+        new = [about | row for row in follow(loaded, left, prompt.tokens, steps, ends)]
+        if new:
+            append(args.out, list(new[0]), new)
+        print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
 
 

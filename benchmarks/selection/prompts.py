@@ -26,6 +26,16 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, length: int, prompts: 
     parser.add_argument("--summary", action="store_true", help="only prints what the file has")
 
 
+def in_turn(args: argparse.Namespace, loaded: LoadedModel) -> Iterator[tuple[str, Prompt, int]]:
+    """Yields each prompt that the flags ask for, with its kind before it and the maximum number of tokens to follow
+    after it: the first prompt of every kind, then the second ones, and so on."""
+    of_kinds = [
+        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
+    ]
+    for prompts in zip(*of_kinds, strict=True):
+        yield from ((kind, *prompt) for kind, prompt in zip(args.text, prompts, strict=True))
+
+
 def prompts_of(
     kind: str, loaded: LoadedModel, count: int, tokens: int, new: int, seed: int
 ) -> Iterator[tuple[Prompt, int]]:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.selection.prompts import KINDS, add_prompt_arguments, prompts_of
+from benchmarks.selection.prompts import KINDS, add_prompt_arguments, in_turn
 from benchmarks.sweeps.engines import add_model_arguments, model_of
 from benchmarks.sweeps.rows import append, read
 from shadowkv.engine.config import EngineConfig
@@ -182,19 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_from_config(EngineConfig(**model_of(args), max_model_len=args.length + 2 * args.new_tokens))
     ends = loaded.tokenizer.eos_token_ids | set(loaded.config.eos_token_ids)
     done = {(row["length"], row["prompt"]) for row in rows}
-    of_kinds = [
-        list(prompts_of(kind, loaded, args.prompts, args.length, args.new_tokens, args.seed)) for kind in args.text
-    ]
-    for number in range(args.prompts):
-        for kind, prompts in zip(args.text, of_kinds, strict=True):
-            prompt, steps = prompts[number]
-            if (str(args.length), prompt.name) in done:
-                continue
-            start = time.perf_counter()
-            about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
-            new = [about | row for row in follow(loaded, prompt.tokens, steps, ends)]
-            append(args.out, list(new[0]), new)
-            print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
+    for kind, prompt, steps in in_turn(args, loaded):
+        if (str(args.length), prompt.name) in done:
+            continue
+        start = time.perf_counter()
+        about = {"commit": str(commit()), "length": str(args.length), "text": kind, "prompt": prompt.name}
+        new = [about | row for row in follow(loaded, prompt.tokens, steps, ends)]
+        append(args.out, list(new[0]), new)
+        print(f"{prompt.name}: {time.perf_counter() - start:.0f} s", flush=True)
     return 0
 
 

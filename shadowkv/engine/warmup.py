@@ -194,7 +194,7 @@ class GraphGrid:
 
     def _of_drafts_from_text(self, plan: DecodePlan) -> Iterator[_Shape]:
         """Yields the steps that verify drafts of one sequence, which is as long as that of ``plan``. Numbers of rows
-        are rounded up to powers of 2 (``planning.rounded``)."""
+        are rounded up to powers of 2 (``KVCache.rounded``)."""
         drafted, cache = self.engine.config.drafted_tokens, self.engine.cache
         for bits in range(drafted.bit_length(), 0, -1):
             yield _Shape(self.engine.runner, cache.forecast_rows(plan, 1, min(1 << bits, drafted + 1)))

@@ -28,7 +28,8 @@ def test_tasks_of_a_text(task: str, prompts: int, most: int, monkeypatch: pytest
     monkeypatch.setattr(
         speculation, "haystack", lambda data: SimpleNamespace(sentences=["Extraordinarily many people."])
     )
-    made: Any = [*speculation.requests(SimpleNamespace(tokenizer=Words()), task, 100, most, 3)]  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(tokenizer=Words())
+    made = [*speculation.requests(engine, task, 100, most, 3)]
     assert len(made) == prompts
     for prompt, params in made:
         assert prompt.count(len("Extraordinarily")) == 34 and params.max_tokens == most
@@ -53,5 +54,6 @@ def test_an_answers_time_is_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens = steps.pop(0)
             return [SimpleNamespace(token_ids=tokens)] if tokens else []
 
-    said, seconds = speculation.answer(Engine(), [1], SamplingParams())  # type: ignore[arg-type]
+    engine: Any = Engine()
+    said, seconds = speculation.answer(engine, [1], SamplingParams())
     assert said == [5, 6, 7, 8] and seconds == 2.0
